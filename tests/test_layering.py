@@ -351,6 +351,23 @@ def test_nothing_is_submitted_inside_an_assert() -> None:
                 assert not bad, f"{path.name}, line {node.lineno}: {bad}"
 
 
+def test_what_is_logged_of_an_error_is_its_text() -> None:
+    """Handlers keep records, and an error has the frames of its traceback: with all that they and their callers know,
+    as the optimizer that is about to die."""
+    allowed = {"process/finalizers.py"}  # at the end of a process
+    found = []
+    for path in MODULES.values():
+        errors: set[str | None] = {each.name for each in ast.walk(parsed(path)) if isinstance(each, ast.ExceptHandler)}
+        for call in ast.walk(parsed(path)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith(("log.", "_log.")):
+                given = [each for each in call.args if isinstance(each, ast.Name) and each.id in errors]
+                options = {keyword.arg for keyword in call.keywords}
+                with_traceback = ast.unparse(call.func).endswith("exception") or "exc_info" in options
+                if (given or with_traceback) and str(path.relative_to(SOURCES)) not in allowed:
+                    found.append(f"{path.name}, line {call.lineno}")
+    assert found == []
+
+
 FACTORIES = re.compile(
     r"torch\.(arange|asarray|as_tensor|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|ones|rand|randint|randn|"
     r"randperm|scalar_tensor|sparse_coo_tensor|tensor|tril_indices|triu_indices|zeros)"

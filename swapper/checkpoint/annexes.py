@@ -176,7 +176,9 @@ class NewAnnex:
             else:
                 log.warning("%s is left: %s", self.path, _IN_DOUBT)
         except OSError as error:
-            log.warning("could not mark or remove %s, of a checkpoint that is %s: %s", self.path, outcome.value, error)
+            log.warning(
+                "could not mark or remove %s, of a checkpoint that is %s: %s", self.path, outcome.value, str(error)
+            )
 
     def close(self) -> None:
         """Remove it, unless it was complete. Idempotent."""
@@ -259,7 +261,7 @@ def remove_annexes(annexes: Iterable[OldAnnex], adopt: Callable[[Path], bool] = 
         except (FileNotFoundError, NotADirectoryError):
             left.append(each)
         except OSError as error:
-            log.warning("%s is left, though its checkpoint is gone: %s", path, error)
+            log.warning("%s is left, though its checkpoint is gone: %s", path, str(error))
     return left
 
 
@@ -294,7 +296,7 @@ def _sweep(above: Path) -> None:
                 if not path.is_symlink() and path.is_dir() and stack.enter_context(locked_directory(path)):
                     moved += [path.name] if _judge(path) else []
         except OSError as error:
-            log.warning("could not look at %s: %s", path, error)
+            log.warning("could not look at %s: %s", path, str(error))
     if moved:
         warn_once(
             log,

@@ -87,7 +87,7 @@ def set_aside(directory: Path) -> Path | None:
         keep_open(directory)  # Weights that are read in place may be there.
         os.rename(directory, path)
     except OSError as error:
-        log.warning("could not remove the checkpoint %s: %s", directory, error)
+        log.warning("could not remove the checkpoint %s: %s", directory, str(error))
         return None
     return path
 
@@ -106,4 +106,4 @@ def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False,
         else:
             remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=INDEX)
     except OSError as error:
-        log.warning("could not remove all of the checkpoint %s: %s", path, error)
+        log.warning("could not remove all of the checkpoint %s: %s", path, str(error))

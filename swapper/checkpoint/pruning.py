@@ -50,13 +50,13 @@ class After:
         try:
             too_many = siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
         except SwapIOError as error:
-            log.warning("old checkpoints are left alone: %s", error)
+            log.warning("old checkpoints are left alone: %s", str(error))
             return found
         for _, path in too_many:
             try:
                 check_replaceable(path)
             except SwapError as error:
-                log.warning("an old checkpoint is left alone: %s", error)
+                log.warning("an old checkpoint is left alone: %s", str(error))
                 continue
             if (aside := set_aside(path)) is not None:
                 found.append(aside)

@@ -210,7 +210,7 @@ def remove_together(aside: Sequence[Path], adopt: Callable[[Path], bool]) -> Non
         try:
             annexes += annexes_of(path)
         except OSError as error:
-            log.warning("%s is left for the next save to remove: %s", path, error)
+            log.warning("%s is left for the next save to remove: %s", path, str(error))
         else:
             found.append(path)
     remove_old_annexes(annexes, adopt)  # First: if that ends in the middle, what names them is there for the next save.

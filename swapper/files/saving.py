@@ -119,7 +119,7 @@ class _Outcome:
     def _log_unseen(self) -> None:
         if self._abandoned and self.over.is_set() and self._error is not None and not self._seen:
             self._seen = True
-            log.error("saving %s failed, and nobody waited for it: %s", self._path, self._error)
+            log.error("saving %s failed, and nobody waited for it: %s", self._path, str(self._error))
 
 
 class PendingSave:

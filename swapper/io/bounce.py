@@ -553,7 +553,7 @@ class Bounce:
                 self._unlock = functools.partial(copies.page_unlock, address)
                 self._locked_for = type(copies)
             except Exception as error:
-                log.warning("copies from and to the device will be slow: %s", error)
+                log.warning("copies from and to the device will be slow: %s", str(error))
             self._ring = _Ring(memory)
         if type(copies) is not self._locked_for:
             copies.non_blocking = False  # See [Note: page-locking].

@@ -304,7 +304,7 @@ class HostHandle:
         except SwapIOError as error:
             if exc_type is None:
                 raise
-            log.error("%s", error)  # The error that is on its way already is the one to see.
+            log.error("%s", str(error))  # The error that is on its way already is the one to see.
 
     def _check_process(self) -> None:
         if os.getpid() != self._ledger.pid:
@@ -321,4 +321,4 @@ def _close_unattended(ledger: Ledger) -> None:
         try:
             transfer.wait()
         except SwapIOError as error:
-            log.error("a transfer failed and nobody waited for it: %s", error)
+            log.error("a transfer failed and nobody waited for it: %s", str(error))

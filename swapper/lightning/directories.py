@@ -140,7 +140,7 @@ class Directories:
         try:
             remove(directory, model if model is not None else torch.nn.Module(), list(optimizers), together)
         except SwapError as error:
-            log.warning("a checkpoint is left alone: %s", error)
+            log.warning("a checkpoint is left alone: %s", str(error))
         return True
 
     # --- Loading ---------------------------------------------------------------------------------------------------

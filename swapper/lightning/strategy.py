@@ -335,7 +335,7 @@ class Swapping(SwappingStrategy, Strategy):
         if failures and not self._interrupted:
             raise failures[0]
         if failures:
-            log.error("after another exception: %s", failures[0])
+            log.error("after another exception: %s", str(failures[0]))
 
     def _teardown_stock(self) -> None:
         module = self.lightning_module
@@ -397,7 +397,7 @@ def _close(optimizer: Optimizer) -> None:
     try:
         swapper.close()
     except SwapError as error:  # Of state that nobody wants any more.
-        log.error("when the optimizer of an earlier fit was closed: %s", error)
+        log.error("when the optimizer of an earlier fit was closed: %s", str(error))
 
 
 _CLIPS: dict[str, Callable[[OptimizerSwapper, float], object]] = {

@@ -119,7 +119,7 @@ class OptimizerPlan:
             if not on_device or asked != "auto":
                 raise
             log.warning(
-                "steps are made on the CPU, with its bits, because a trial on %s failed: %s", self.device, error
+                "steps are made on the CPU, with its bits, because a trial on %s failed: %s", self.device, str(error)
             )
         self._plan_for(optimizer, wanted, False)
 

@@ -322,9 +322,9 @@ class Stepper:
             if scratch:
                 self.hold_scratch()
             self.prefetcher([(bucket, []) for bucket in buckets if bucket.length_bytes]).look()
-        except SwapError:
+        except SwapError as error:
             # Reading ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in the step.
-            log.debug("no read-ahead", exc_info=True)
+            log.debug("no read-ahead: %s", str(error))
 
     def hold_scratch(self) -> None:
         """Lease the scratch buffers, if they are not held."""

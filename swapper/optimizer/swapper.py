@@ -596,5 +596,5 @@ def _finalize(swapper: OptimizerSwapper) -> None:
         swapper.close()
     except Exception as error:
         swapper.metrics.late_failures += 1
-        # Without a traceback: this may run in the middle of anything, and formatting one is not safe everywhere.
-        log.error("a write of optimizer state had failed, and nobody was there to be told: %r", error)
+        # Its text, without a traceback: this may run in the middle of anything, where formatting one is not safe.
+        log.error("a write of optimizer state had failed, and nobody was there to be told: %s", repr(error))

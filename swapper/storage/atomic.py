@@ -431,7 +431,7 @@ def sweep_directories(
                         remove_tree(path)
                         log.info("removed %s: what a save that was killed had left", path)
         except OSError as error:
-            log.warning("could not remove %s: %s", path, error)
+            log.warning("could not remove %s: %s", path, str(error))
 
 
 def remove_tree(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, last: str = MARK) -> None:

@@ -383,7 +383,7 @@ class RecordCache:
                 except SwapIOError as error:
                     # Without a traceback: this may run in the middle of anything, where formatting one is not safe.
                     if record.writing:
-                        log.warning("a write of parameters had failed, and the model is gone: %r", error)
+                        log.warning("a write of parameters had failed, and the model is gone: %s", repr(error))
                 record.lease.transfer = None
             self._give_up(record, abandon=self._policy.is_viewed(record.key))
         self._dropped.wait()

@@ -95,7 +95,7 @@ class Part:
             try:
                 self.file.check_written()
             except SwapIOError as error:
-                self.lost = error
+                self.lost = renewed(error)  # Without the frames that it has passed, which know who owns this.
         if self.lost is not None:
             raise renewed(self.lost)
 
@@ -197,7 +197,7 @@ def _unlink(path: Path | str, pid: int) -> None:
         pass
     except OSError as error:
         # As when the drive went read-only. Others are still to be removed; `close` of the store tries this one again.
-        log.warning("could not remove %s: %s", path, error)
+        log.warning("could not remove %s: %s", path, str(error))
 
 
 def _close_unnamed(file: File) -> None:

@@ -131,7 +131,7 @@ class RecycledFiles:
                     return True
                 found.path.unlink()
             except OSError as error:  # As when somebody removed it.
-                log.debug("the recycled file %s is not used: %s", found.path, error)
+                log.debug("the recycled file %s is not used: %s", found.path, str(error))
 
     def drop(self) -> None:
         """Remove all of them."""

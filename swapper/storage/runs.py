@@ -127,7 +127,7 @@ def remove_run_directory(directory: Path, lock: list[int]) -> None:
         log.error(
             "could not remove %s: %s; `swapper clean %s` removes it once that is mended",
             directory,
-            error,
+            str(error),
             shlex.quote(str(directory.parent)),
         )
     if lock:
@@ -287,7 +287,7 @@ def remove_stale_runs(nvme_path: Path) -> None:
     try:
         candidates = _candidates(nvme_path)
     except SwapIOError as error:
-        log.warning("could not clean up: %s", error)
+        log.warning("could not clean up: %s", str(error))
         return
     for directory in candidates:
         removal = _remove_if_stale(directory)
@@ -305,7 +305,7 @@ def _remove_if_stale(directory: Path) -> Removal | None:
     try:
         removal = remove_run(directory)
     except SwapIOError as error:
-        log.warning("could not clean up %s: %s", directory, error)
+        log.warning("could not clean up %s: %s", directory, str(error))
         return None
     if removal.removed:
         freed = format_bytes(removal.freed_bytes)

@@ -593,8 +593,8 @@ def _close(drives: list[Drive], records: dict[RecordKey, Record], all_pinned: We
     for file in (part.file for record in list(records.values()) for part in record.parts):
         try:
             file.close()
-        except SwapError:
-            log.exception("closing %s", file.path)
+        except SwapError as error:
+            log.error("closing %s: %s", file.path, repr(error))
     records.clear()
     for drive in drives:
         remove_run_directory(drive.directory, drive.lock)

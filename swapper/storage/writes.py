@@ -154,7 +154,7 @@ class RecordWrites:
                 thread.start()  # It waits for `starting`, and then finds the copy.
             except RuntimeError as error:  # No threads are left, or the interpreter ends: calls do it.
                 self._copying.clear()
-                log.debug("writes start with the next call: %s", error)
+                log.debug("writes start with the next call: %s", str(error))
             else:
                 self._has_thread = True
 

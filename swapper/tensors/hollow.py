@@ -96,7 +96,7 @@ def answer_operators(answer: Callable[..., Any]) -> None:
         _keys = keys[0] | keys[1]
         _answers.append(answer)
     except (AttributeError, RuntimeError) as error:
-        _log.warning("what C++ code reads of evicted parameters unforeseen is NaN, without an error: %s", error)
+        _log.warning("what C++ code reads of evicted parameters unforeseen is NaN, without an error: %s", str(error))
 
 
 @functools.cache
