@@ -31,7 +31,7 @@ from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
 from swapper.parameter.candidates import swapped_tensors
 from swapper.parameter.fsdp import prepare_groups, sharded_parameters
-from swapper.parameter.kept_owners import drop_unused_owners
+from swapper.parameter.kept_owners import drop_unused_owners, forget_failed_backward
 from swapper.parameter.records import ParameterPlan, check_devices, check_torch, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
@@ -177,6 +177,7 @@ def offload(
     settings = as_config(config, optimizers, _shards_and_others(model))
     check_is_model(model)
     refuse_others(weights, optimizers, device)
+    forget_failed_backward()
     drop_unused_owners()  # Their parts of the pool are free then.
     with outside_of_inference():  # What is made here is used outside of that mode too.
         if weights is not None:

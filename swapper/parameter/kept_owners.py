@@ -26,7 +26,7 @@ import torch
 
 from swapper.parameter.records import ParameterLocation
 
-__all__ = ["drop_unused_owners", "keep_while_used"]
+__all__ = ["drop_unused_owners", "forget_failed_backward", "keep_while_used"]
 
 _kept: list[_Owner] = []
 
@@ -58,6 +58,16 @@ def drop_unused_owners() -> None:
         if not _is_used(owner):
             with contextlib.suppress(ValueError):  # Another thread was faster.
                 _kept.remove(owner)
+
+
+def forget_failed_backward() -> None:
+    """Have torch let go of the graph of a backward that has failed in this thread, and with it of the owner.
+
+    What was about to run stays in the queue of the thread, with what autograd has saved, until its next backward.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def _look_again(phase: str, info: dict[str, Any]) -> None:
