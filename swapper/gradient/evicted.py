@@ -338,11 +338,17 @@ class EvictedGradients:
                     self._fill_handed(gradient)
                     self._forget(gradient)
 
+    def note_kept(self, parameter: torch.nn.Parameter, where: str) -> None:
+        """See `GradientHome`."""
+        if (gradient := self._of(parameter)) is not None:
+            gradient.kept = where
+
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Let an evicted gradient be zeros; nothing is read or written."""
         with self._lock:
             gradient = self._of(parameter)
             assert gradient is not None
+            gradient.check_not_kept()
             self._forget(gradient, to=GradientState.ZERO)
             set_raw_gradient(parameter, None)  # What an arrival that was cut off has left.
 
@@ -406,7 +412,7 @@ class EvictedGradients:
         gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
         gradient.state = to
         if to is GradientState.IN_MEMORY:
-            gradient.handed = None
+            gradient.handed, gradient.kept = None, ""
             if (parameter := gradient.parameter()) is not None:
                 clear_gradient_home(parameter)
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.gradient.clipping import Change, TakenNorm
 from swapper.sizes import PAGE_BYTES, SMALL_BYTES, round_up
 from swapper.storage.budget import GradientNeeds
@@ -84,6 +84,7 @@ class Gradient:
         norm: if it was taken.
         changes: what is yet to be done to its elements, in place, one after the other.
         handed: the tensor that stands for it, if somebody has that.
+        kept: the name of the state that has a copy of it, though the optimizer's class has kept the tensor itself.
         why, cause: it is LOST.
     """
 
@@ -102,6 +103,7 @@ class Gradient:
     norm: TakenNorm | None = None
     changes: list[Change] = field(default_factory=list)
     handed: weakref.ref[EvictedGradient] | None = None
+    kept: str = ""
     why: str = ""
     cause: SwapIOError | None = None
 
@@ -121,6 +123,15 @@ class Gradient:
             f"a gradient of shape {tuple(self.shape)} was lost when changing it was cut off ({self.why}); call "
             "zero_grad() and repeat the micro-batches"
         ) from self.cause
+
+    def check_not_kept(self) -> None:
+        """Raise `ConfigError` if something is about to be written to a tensor that the state would have, too."""
+        if self.kept:
+            raise ConfigError(
+                f"the optimizer has kept a gradient itself in its state{self.kept}, and the next one is to be added up "
+                "in the same tensor, while swapped state has a copy; call zero_grad() with set_to_none=True, its "
+                "default, or have the class clone the gradient"
+            )
 
     @property
     def cuts(self) -> list[tuple[int, int]]:

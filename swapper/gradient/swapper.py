@@ -336,6 +336,7 @@ class GradientSwapper(EvictedGradients):
         """A gradient is in memory. Join it with what is evicted: there if `take`, else in memory."""
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()
+        gradient.check_not_kept()
         self._prefetch(gradient)
         arrived = raw_gradient(p)
         assert arrived is not None

@@ -6,7 +6,8 @@ another tensor on the same memory, or expects to see there, is lost: in plain Py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from swapper.optimizer.twin import Twin, same_bits
 from swapper.tensors.memory_overlap import overlapping
 from swapper.tensors.other_tensors import is_shared
 
-__all__ = ["StateBefore"]
+__all__ = ["StateBefore", "refuse_new_aliases"]
+
+
+_judged: weakref.WeakKeyDictionary[type[Optimizer], set[frozenset[str]]] = weakref.WeakKeyDictionary()
+"""Pairs of a class's state that were in the same memory when its trial had ended, and were not written there."""
 
 
 class StateBefore:
@@ -42,13 +47,11 @@ class StateBefore:
         self._before.clear()
         for parameter in twin.parameters:
             parameter.grad = None
+        judged = _judged.setdefault(type(twin.optimizer), set())
         for one, other in overlapping(now):
             if one in written or other in written:
-                raise ConfigError(
-                    f"{name} has its state{one[1]} and state{other[1]} in the same memory, and swapped each has its "
-                    "own, so that what is written to one is not seen in the other; give each memory of its own "
-                    "(clone), or set offload_optimizer.device to none"
-                )
+                raise _in_the_same_memory(name, one[1], other[1])
+            judged.add(frozenset((one[1], other[1])))
         # A view has the tensor that it is of; several views may have one.
         ours: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in now.values():
@@ -61,6 +64,56 @@ class StateBefore:
                     "attribute or the data of its parameter, and swapped state is in other memory in each step; take "
                     "it from optimizer.state in each step, or set offload_optimizer.device to none"
                 )
+
+
+def refuse_new_aliases(
+    cls: type[Optimizer],
+    before: Mapping[str, Any],
+    state: Mapping[str, Any],
+    parameter: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+) -> str:
+    """Refuse tensors that a step has put into the state of one parameter, where the trial has not seen them so.
+
+    Nothing is looked at but identities where the class has left the tensors that it was given.
+
+    Args:
+        before, state: the state before the step and after it.
+        parameter: that was stepped, in memory that the state could not be a view of in the next step; None else.
+        gradient: the same of its gradient.
+
+    Returns:
+        Which of them is in the memory of the gradient; "" for none.
+
+    Raises:
+        ConfigError: one of them is in the memory of another tensor of the state, or of the parameter.
+    """
+    if all(before.get(key) is value and isinstance(value, torch.Tensor) for key, value in state.items()):
+        return ""
+    given, now = dict(_tensors_in(before, "")), dict(_tensors_in(state, ""))
+    new = {at for at, tensor in now.items() if given.get(at) is not tensor}
+    if not new:
+        return ""
+    judged = _judged.get(cls, ())
+    for one, other in overlapping(now):
+        if (one in new or other in new) and frozenset((one, other)) not in judged:
+            raise _in_the_same_memory(cls.__name__, one, other)
+    for at in sorted(new):
+        if parameter is not None and any(overlapping({"": parameter.detach(), at: now[at]})):
+            raise ConfigError(
+                f"{cls.__name__} has put the data of a parameter into its state{at}, and swapped state is in other "
+                "memory in each step; clone it, or set offload_optimizer.device to none"
+            )
+    kept = (at for at in new if gradient is not None and any(overlapping({"": gradient, at: now[at]})))
+    return next(kept, "")
+
+
+def _in_the_same_memory(name: str, one: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"{name} has its state{one} and state{other} in the same memory, and swapped each has its own, so that what is "
+        "written to one is not seen in the other; give each memory of its own (clone), or set "
+        "offload_optimizer.device to none"
+    )
 
 
 _At = tuple[int, str]

@@ -266,6 +266,9 @@ class BackwardSteps:
             return self.bring_back(parameter)
         return None
 
+    def note_kept(self, parameter: torch.nn.Parameter, where: str) -> None:
+        """Nothing: no other gradient is added to one that is gone."""
+
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Raises `SwapError`: see `bring_back`. Called by `zero_grad(set_to_none=False)`."""
         raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")

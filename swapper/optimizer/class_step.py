@@ -7,18 +7,24 @@ behind is taken out, and what it changes in its groups is applied when the step 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from swapper.errors import ConfigError
+from swapper.optimizer.aliases import refuse_new_aliases
 from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.optimizer.step_function import class_step, refuse_overrides
+from swapper.tensors.evicted_gradients import note_kept_gradient, raw_gradient
+from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
@@ -43,6 +49,9 @@ class ClassStep:
         self._changes: _Groups = {}  # values of groups that the class changed
         self._clones: dict[tuple[int, str], torch.Tensor] = {}  # of tensors in groups that are on an accelerator
         self._seen: set[int] = set()  # groups that the class was shown in this step
+        # Of parameters whose state has a copy of their gradient, which the class has put there itself.
+        self._kept_gradients: MutableMapping[torch.Tensor, tuple[str, weakref.ref[torch.Tensor]]]
+        self._kept_gradients = WeakIdKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
         """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
@@ -56,6 +65,7 @@ class ClassStep:
                 groups[number] = self._narrowed(number, optimizer.param_groups[number])
             groups[number]["params"].append(tensor)
             states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
+        before = [dict(state) for state in states.values()]
         self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
         given = [
             (made, local_of(made).detach())
@@ -66,13 +76,44 @@ class ClassStep:
         for made, values in given:  # What it has assigned to `data` of a tensor of ours belongs in its memory.
             if local_of(made).data_ptr() != values.data_ptr():
                 values.copy_(local_of(made).detach())
-        left = [
-            _as_kept(operand.segment, optimizer.state.get(tensor, {}))
-            for operand, tensor in zip(operands, states, strict=True)
-        ]
+        states_left = [optimizer.state.get(tensor, {}) for tensor in states]
+        left = [_as_kept(operand.segment, state) for operand, state in zip(operands, states_left, strict=True)]
         self.widen(optimizer)
+        for operand, former, state in zip(operands, before, states_left, strict=True):
+            self._check_left(type(optimizer), operand, former, state)
         self._note_changes(optimizer, groups)
         return left
+
+    def check_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Refuse a gradient that the state has kept since the last step: it would have what is in it now.
+
+        Raises:
+            ConfigError: naming the state.
+        """
+        at, reference = self._kept_gradients.get(parameter, ("", None))
+        if reference is not None and gradient is not None and reference() is gradient:
+            raise ConfigError(
+                f"the optimizer has kept a gradient itself in its state{at}, and the next one was added up in the same "
+                "tensor, while swapped state has a copy; call zero_grad() with set_to_none=True, its default, or have "
+                "the class clone the gradient"
+            )
+
+    def _check_left(
+        self, cls: type[Optimizer], operand: Operand, before: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        segment, tensor = operand.segment, operand.tensor
+        assert tensor is not None
+        is_users = tensor is segment.parameter and home_of(segment.local) is None
+        gradient = None if tensor.grad is None else local_of(tensor.grad)
+        at = refuse_new_aliases(cls, before, state, None if is_users else tensor, gradient)
+        if not at:
+            return
+        note_kept_gradient(segment.parameter, at)
+        users = raw_gradient(segment.parameter)
+        if users is None:
+            return
+        if not is_users or any(at == f"[{key!r}]" for key in segment.locations):  # Else it stays the tensor it is.
+            self._kept_gradients[segment.parameter] = at, weakref.ref(users)
 
     def record(
         self,
@@ -93,7 +134,7 @@ class ClassStep:
         lent = {k: v for k, v in group.items() if k not in _NO_OPTIONS and isinstance(v, (dict, list, set, tuple))}
         group.update(copy.deepcopy(lent))
         self._narrow(optimizer, {number: group}, {tensor: state} if state else {})
-        before = dict(vars(optimizer))
+        before, given = dict(vars(optimizer)), dict(state)
         shown: dict[str, Any] = {}  # copies of what the class may change in place
         try:
             shown = {k: _copied(value) for k, value in before.items() if k not in self._former and _is_mutable(value)}
@@ -105,6 +146,8 @@ class ClassStep:
             if not torch.equal(drawn, torch.get_rng_state()):
                 return None
             left = dict(optimizer.state.get(tensor, {}))
+            if refuse_new_aliases(type(optimizer), given, left, tensor, tensor.grad):
+                return None
         except Exception:  # The class is called again, as ever, and raises it there.
             return None
         finally:

@@ -444,6 +444,7 @@ class Stepper:
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
+        self._class_step.check_gradient(p, gradient)
         if gradient is None or _takes_any(segment):  # On disk it is in the layout of its parameter.
             return
         gradient, local = local_gradient(p, gradient), segment.local

@@ -34,6 +34,7 @@ __all__ = [
     "gradient_attached",
     "gradient_of_local",
     "has_evicted_gradient",
+    "note_kept_gradient",
     "raw_gradient",
     "set_gradient_home",
     "set_raw_gradient",
@@ -43,6 +44,9 @@ __all__ = [
 
 _HOME = "_swapper_gradient_home"
 """Name of the attribute of a parameter that has a weak reference to the `GradientHome` of its evicted gradient."""
+
+_ATTACHED = "_swapper_attached_gradient_home"
+"""The same while the gradient is at the parameter for a step."""
 
 _GRAD = vars(torch._C.TensorBase)["grad"]
 """The attribute as autograd has it, whatever the class of a parameter makes of it."""
@@ -66,6 +70,9 @@ class GradientHome(Protocol):
 
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Let the gradient be zeros; its values are not needed."""
+
+    def note_kept(self, parameter: torch.nn.Parameter, where: str) -> None:
+        """The state of `parameter` has a copy of this gradient, of which the class has kept the tensor itself."""
 
     def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Give FSDP2, which has reduced another gradient of `parameter`, the one in memory that it adds that to.
@@ -315,6 +322,14 @@ def has_evicted_gradient(parameter: torch.nn.Parameter) -> bool:
     return _HOME in parameter.__dict__
 
 
+def note_kept_gradient(parameter: torch.nn.Parameter, where: str) -> None:
+    """See `GradientHome.note_kept`; `parameter` may have none. For a step, within `gradient_attached` too."""
+    reference = parameter.__dict__.get(_HOME) or parameter.__dict__.get(_ATTACHED)
+    home: GradientHome | None = None if reference is None else reference()
+    if home is not None:
+        home.note_kept(parameter, where)
+
+
 def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None:
     """From now on reading `parameter.grad` asks `home`, of which a weak reference is kept."""
     parameter.__dict__[_HOME] = weakref.ref(home)
@@ -356,7 +371,7 @@ def gradient_of_local(parameter: torch.nn.Parameter, local: torch.Tensor) -> tor
 @contextmanager
 def gradient_attached(parameter: torch.nn.Parameter, local: torch.Tensor) -> Iterator[None]:
     """Within it the parameter's gradient is `gradient_of_local`, as if it had never been evicted."""
-    home = parameter.__dict__.pop(_HOME)
+    home = parameter.__dict__[_ATTACHED] = parameter.__dict__.pop(_HOME)
     set_raw_gradient(parameter, gradient_of_local(parameter, local))
     if subclassed := type(parameter) is GradientEvictedParameter:  # With which torch would not choose foreach.
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
@@ -365,5 +380,6 @@ def gradient_attached(parameter: torch.nn.Parameter, local: torch.Tensor) -> Ite
     finally:
         set_raw_gradient(parameter, None)
         parameter.__dict__[_HOME] = home
+        parameter.__dict__.pop(_ATTACHED, None)
         if subclassed and type(parameter) is torch.nn.Parameter:
             parameter.__class__ = GradientEvictedParameter
