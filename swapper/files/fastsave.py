@@ -287,10 +287,11 @@ def _length_bytes(content: bytes | AnyStorage) -> int:
 
 
 def _storage_alignment_bytes() -> int:
-    """As set in torch; older versions know 64 only."""
-    from torch.utils import serialization
-
-    config = getattr(serialization, "config", None)
+    """As set in torch; older versions know 64 only, and 2.6 has no settings."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return 64
     return int(getattr(getattr(config, "save", None), "storage_alignment", 64))
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-
-from torch.utils.serialization import config as serialization
 
 from swapper.api.arguments import ConfigLike, as_config
 from swapper.config import OffloadConfig
@@ -91,7 +90,7 @@ class SwapCallback(TrainerCallback):
 
         @wraps(load)
         def load_optimizer_and_scheduler(*args: Any, **named: Any) -> None:
-            with serialization.patch({"load.mmap": True}):  # type: ignore[attr-defined]
+            with _mapping_files():
                 load(*args, **named)
 
         vars(trainer).update(
@@ -128,6 +127,16 @@ class SwapCallback(TrainerCallback):
             settings = next(settings for reference, settings in self._followed if reference() is trainer)
             swap(trainer.model, [trainer.optimizer], settings)
             swap_clipping(trainer.accelerator, [trainer.optimizer])
+
+
+def _mapping_files() -> AbstractContextManager[Any]:
+    """Within it `torch.load` maps files. torch 2.6 has no setting for that, and has what it loads in memory."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return nullcontext()
+    mapping: AbstractContextManager[Any] = config.patch({"load.mmap": True})  # type: ignore[attr-defined]
+    return mapping
 
 
 class SwapTrainer(Trainer):

@@ -255,6 +255,15 @@ def test_the_file_is_torchs_byte_for_byte(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "again").read_bytes() == data
 
 
+def test_a_torch_without_settings_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.6 has none."""
+    monkeypatch.delattr(torch.utils, "serialization", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.serialization", None)
+    swapper.save({"a": torch.arange(100_000)}, tmp_path / "x")
+    monkeypatch.undo()
+    assert torch.equal(torch.load(tmp_path / "x")["a"], torch.arange(100_000))
+
+
 class Stream:
     """What is written, without the storages: their lengths."""
 

@@ -346,6 +346,13 @@ def test_nothing_stays_when_the_trainer_is_gone(tmp_path: Path) -> None:
 # --- accelerate -------------------------------------------------------------------------------------------------
 
 
+def test_a_torch_without_settings_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.6 has none. It is asked for where the Trainer may load a checkpoint; `torch.load` itself needs it today."""
+    trained = trainer(tmp_path / "run", callbacks=[SwapCallback(config(tmp_path, OPTIMIZER))])
+    monkeypatch.setitem(sys.modules, "torch.utils.serialization", None)
+    trained._load_optimizer_and_scheduler(None)
+
+
 def by_hand(directory: Path, settings: Any, accumulate: int, clip: str, resume: bool) -> tuple[Any, Any, list[float]]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = llama()
