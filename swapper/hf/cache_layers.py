@@ -8,26 +8,41 @@ slice of a tensor with more tokens. These others hold nothing then, and are ther
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+import transformers.cache_utils
 
 from swapper.errors import SwapError
 from swapper.hf.layer_tokens import LayerTokens
 from swapper.hf.token_records import TokenRecords
 from swapper.progress import warn_once
+
+_TOO_OLD = (
+    f"swapper.OffloadedCache needs transformers 5.15 or newer, and this is {transformers.__version__}, whose cache has "
+    "other layers: pip install -U transformers"
+)
+try:
+    from transformers.cache_utils import (
+        CacheLayerMixin,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionCacheLayerMixin,
+        LinearAttentionLayer,
+    )
+except ImportError as error:
+    raise ImportError(_TOO_OLD) from error
+if "tokens_to_remove" not in inspect.signature(DynamicLayer.crop).parameters:  # Before, it was what is to be left.
+    raise ImportError(_TOO_OLD)
+if TYPE_CHECKING:
+    from transformers.cache_utils import DummyLayer
+else:  # transformers 5.20, the last for Python 3.10, has none.
+    DummyLayer = getattr(transformers.cache_utils, "DummyLayer", None)
 
 __all__ = ["AnyLayer", "OffloadedLayer", "OffloadedSlidingLayer", "OnDrive", "offloaded"]
 

@@ -761,3 +761,29 @@ def test_a_model_on_the_drive_and_its_cache_share_a_pool(nvme_path: Path, leaves
             assert all(same(a, b) for a, b in zip(ours, generated(plain, None, ids, **how), strict=True))
     finally:
         model.swapper.close()
+
+
+OTHER_TRANSFORMERS = """
+import transformers.cache_utils as names, swapper
+
+def refused():
+    try:
+        swapper.OffloadedCache
+    except ImportError as error:
+        return "needs transformers 5.15 or newer" in str(error)
+
+crop = names.DynamicLayer.crop
+names.DynamicLayer.crop = lambda self, max_length: None
+assert refused()
+names.DynamicLayer.crop = crop
+hybrid = vars(names).pop("LinearAttentionAndSlidingWindowAttentionLayer")
+assert refused()
+names.LinearAttentionAndSlidingWindowAttentionLayer = hybrid
+vars(names).pop("DummyLayer", None)
+swapper.OffloadedCache
+"""
+
+
+def test_a_transformers_without_what_newer_ones_have() -> None:
+    """An older one crops to what a newer one crops by. What the last one for Python 3.10 has not may be absent."""
+    run_program([sys.executable, "-c", OTHER_TRANSFORMERS], check=True)
