@@ -206,10 +206,10 @@ class EvictedGradient(StandIn):
                 return call.plainly()
             if name in LAYOUT:
                 return call.on_layout(first.values_stride)
-            if name == "zero_" and first.home is not None:
+            if name in ("zero_", "zero_.default") and first.home is not None:
                 first.home.set_zero(first.parameter)
                 return first
-        if name == "_foreach_zero_" and isinstance(first, (list, tuple)):
+        if name in ("_foreach_zero_", "_foreach_zero_.default") and isinstance(first, (list, tuple)):
             for gradient in first:
                 gradient.zero_()
             return None

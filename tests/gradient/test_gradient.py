@@ -192,6 +192,21 @@ def test_zero_grad_reads_nothing(nvme_path: Path, whose: str, set_to_none: bool)
         twin.finish()
 
 
+@pytest.mark.parametrize("zero", [torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default])
+def test_an_operator_that_zeroes_reads_nothing(nvme_path: Path, zero: Any) -> None:
+    """DTensors of torch 2.8 call it on their local tensors, where newer ones call it past Python's protocols."""
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        twin.swapper.flush()
+        before = twin.moves
+        for net in twin.nets:
+            gradient: Any = net.long.weight.grad
+            zero([gradient] if zero is torch.ops.aten._foreach_zero_.default else gradient)
+        assert twin.moves == before
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        twin.finish()
+
+
 def negative_zero(x: torch.Tensor) -> bool:
     return bool((torch.signbit(x) & (x == 0)).any())
 
