@@ -43,6 +43,9 @@ __all__ = ["Shard", "SwappedGroups", "check_groups", "prepare_groups", "sharded_
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _MODULES = ("_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fsdp_collectives", "_fully_shard")
 
+_GROUPS, _GROUP = "_fsdp_param_groups", "_fsdp_param_group"
+"""Names of the attribute of an `FSDPState` with its groups: of one or none in an older torch."""
+
 _FLAT = "_sharded_param_data"
 """Name of the attribute of an `FSDPParam` that has the flat tensor."""
 
@@ -67,7 +70,7 @@ _USERS = {
     "foreach_all_gather": {"FSDPParamGroup.unshard"},
     "reset_sharded_param": {"FSDPParam.__init__", "FSDPModule._apply", "FSDPParamGroup.lazy_init"},
 }
-"""The functions of FSDP2 that use a name."""
+"""The functions of FSDP2 that use a name, in this or that version of torch."""
 
 
 class Shard(NamedTuple):
@@ -150,7 +153,7 @@ def prepare_groups(model: torch.nn.Module) -> None:
         group._to_sharded()
     try:
         for state in _states_of(model):
-            for group in state._fsdp_param_groups if state._is_root is None else ():
+            for group in _groups_of_state(state) if state._is_root is None else ():
                 group.lazy_init()
                 group._reset_sharded_params = False
     except (RuntimeError, ValueError, AssertionError) as error:
@@ -165,7 +168,7 @@ def prepare_groups(model: torch.nn.Module) -> None:
 def sharded_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The DTensors that FSDP2 has of `model`, also while modules have what it gathered."""
     for state in _states_of(model):
-        for param in _params_of(getattr(state, "_fsdp_param_groups", ())):  # A torch without is refused elsewhere.
+        for param in _params_of(_groups_of_state(state)):
             yield param.sharded_param
 
 
@@ -379,9 +382,15 @@ def _states_of(model: torch.nn.Module) -> list[Any]:
 
 def _groups_of(model: torch.nn.Module) -> list[Any]:
     states = _states_of(model)
-    if states and not hasattr(states[0], "_fsdp_param_groups"):
-        _refuse_torch("FSDPState._fsdp_param_groups")
-    return [group for state in states for group in state._fsdp_param_groups]
+    if states and not any(hasattr(states[0], name) for name in (_GROUPS, _GROUP)):
+        _refuse_torch(f"FSDPState.{_GROUPS}")
+    return [group for state in states for group in _groups_of_state(state)]
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    """Those of the modules of one call of `fully_shard`; none of a torch that has other names."""
+    groups = getattr(state, _GROUPS, [getattr(state, _GROUP, None)])
+    return [group for group in groups if group is not None]
 
 
 def _params_of(groups: Iterable[Any]) -> Iterator[Any]:
@@ -416,9 +425,9 @@ def check_names() -> None:
     for function in (each for module in modules for each in _functions_of(module)):
         for name in users.keys() & _names_in(function.__code__):
             users[name].add(function.__qualname__)
-    for name, expected_users in _USERS.items():
-        if users[name] != expected_users:
-            _refuse_torch(f"{name}, used by {', '.join(sorted(users[name] ^ expected_users))}")
+    for name, known_users in _USERS.items():
+        if unknown := users[name] - known_users:
+            _refuse_torch(f"{name}, used by {', '.join(sorted(unknown))}")
 
 
 def _refuse_torch(what: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -370,6 +371,26 @@ def compare(models: list[Net], what: Callable[[torch.Tensor], torch.Tensor | Non
         mine, expected = what(q), what(p)
         assert (expected is None) == (mine is None), name
         assert mine is None or same(expected, mine), name
+
+
+def forget_iteration(net: Any) -> None:
+    """After a forward or a backward that failed. torch has a method for it since 2.13."""
+    if hasattr(net, "reset_iter_state"):
+        net.reset_iter_state()
+        return
+    root = net._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        if (group := state._fsdp_param_group) is not None:
+            group._all_gather_result = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def end_step(models: list[Net], optimizers: list[torch.optim.Optimizer]) -> None:

@@ -30,6 +30,7 @@ from sharded_nets import (
     compare,
     config_of,
     end_step,
+    forget_iteration,
     in_processes,
     large,
     local,
@@ -79,7 +80,7 @@ def go_on(models: list[Net]) -> None:
         for p in model.parameters():
             if not isinstance(p, DTensor):
                 p.grad = None
-        model.reset_iter_state()  # type: ignore[operator]
+        forget_iteration(model)
         for each in (*model.blocks, model):
             each.reshard()  # type: ignore[operator]
 

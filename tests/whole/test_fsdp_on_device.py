@@ -26,6 +26,7 @@ from sharded_nets import (
     Net,
     Twins,
     config_of,
+    forget_iteration,
     in_processes,
     local,
     loss_of,
@@ -356,7 +357,7 @@ class Failing:
         return False
 
     def check(self) -> None:
-        self.net.reset_iter_state()  # type: ignore[operator]
+        forget_iteration(self.net)
         self.optimizer.zero_grad()
         swapper.load_checkpoint(self.path, self.net, self.optimizer)
         step(self.net, self.optimizer, 1)

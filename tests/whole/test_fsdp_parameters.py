@@ -22,6 +22,7 @@ from sharded_nets import (
     Net,
     Twins,
     config_of,
+    forget_iteration,
     in_processes,
     local,
     loss_of,
@@ -139,6 +140,10 @@ def are_refused(rank: int, directory: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fsdp._USERS, "_sharded_param_data", {"FSDPParam.all_gather_inputs"})
         refuses(net, "_sharded_param_data, used by FSDPParam")
+    with pytest.MonkeyPatch.context() as patch:  # A user of another version is none of this one.
+        patch.setitem(fsdp._USERS, "foreach_all_gather", {*fsdp._USERS["foreach_all_gather"], "FSDPParamGroup.other"})
+        fsdp.check_names.cache_clear()
+        fsdp.check_names()
     fsdp.check_names.cache_clear()
     # One rank alone.
     for failing in (0, 1):
@@ -212,7 +217,7 @@ def interrupt(rank: int, directory: str, test: str) -> None:
     use()
     for place in places_of(use, "parameter/fsdp.py", sample=None if ALL else 15):
         assert interrupted_at(place, use, "parameter/fsdp.py"), place
-        net.reset_iter_state()  # type: ignore[operator]
+        forget_iteration(net)
         use()
         assert not any(held.holds or held.attached for held in net.swapper._all), place
     train_alike(plain, net)
