@@ -23,6 +23,7 @@ from swapper.optimizer.probe import (
     keeps_bits,
     learn_state,
     refuse_broken_fused,
+    refuse_mixed_dtypes,
     refuse_parameter,
     same_bits_for_strides,
 )
@@ -247,9 +248,7 @@ class OptimizerPlan:
         return None
 
     def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
-        """Plan those of `parameters` that are not planned yet, in the order of groups.
-
-        Those in no group come last; they are planned with the options that a new group would have.
+        """Plan what of `parameters` is not planned, by groups; last, with options of a new group, those in none.
 
         Returns:
             The buckets made for them.
@@ -261,6 +260,7 @@ class OptimizerPlan:
         positions = itertools.count()
         for number, group in groups:
             options = _options_of(group)
+            refuse_mixed_dtypes(optimizer, group, wanted, self._config)
             for p, position in zip(group["params"], positions, strict=False):
                 if wanted.pop(id(p), None) is None:
                     continue

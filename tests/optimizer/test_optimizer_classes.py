@@ -523,3 +523,54 @@ def test_state_in_an_object_and_state_that_is_expanded(
     with wrapped(optimizer, nvme_path):
         run(model, optimizer, range(3))
         assert_same(plain, model)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_adafactor_that_takes_its_eps_from_another_dtype_of_the_group_is_refused(
+    dtypes: tuple[torch.dtype, torch.dtype], foreach: bool, nvme_path: Path
+) -> None:
+    """Torch takes that of the first parameter for all of a group; their buckets may be others."""
+    model = nn.Sequential(*(nn.LayerNorm(60000, dtype=dtype) for dtype in dtypes))
+    optimizer = torch.optim.Adafactor(model.parameters(), foreach=foreach)
+    with pytest.raises(swapper.ConfigError, match=r"group for each dtype.*eps"):
+        swapper.wrap_optimizer(optimizer, _mixed_config(nvme_path))
+    assert not list(nvme_path.iterdir())
+
+
+def _mixed_config(nvme_path: Path) -> swapper.OffloadConfig:
+    return swapper.OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="4MiB", bucket_bytes="64KiB", offload_optimizer={"device": "nvme"}
+    )
+
+
+@pytest.mark.parametrize("how", ["groups", "eps"])
+def test_adafactor_with_an_eps_of_its_own_steps_several_dtypes(how: str, nvme_path: Path) -> None:
+    def train(swap: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.LayerNorm(60000, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        if how == "groups":
+            optimizer = torch.optim.Adafactor([{"params": list(layer.parameters())} for layer in layers])
+        else:
+            optimizer = torch.optim.Adafactor(nn.Sequential(*layers).parameters(), eps=(1e-30, 1e-3))
+        if swap:
+            optimizer = swapper.wrap_optimizer(optimizer, _mixed_config(nvme_path))
+        for _ in range(3):
+            for layer in layers:
+                for p in layer.parameters():
+                    p.grad = torch.randn_like(p) * 1e-4
+            optimizer.step()
+        return [p.detach() for layer in layers for p in layer.parameters()]
+
+    for plain, swapped in zip(train(swap=False), train(swap=True), strict=True):
+        assert torch.equal(plain, swapped)
+
+
+def test_adafactor_whose_other_dtype_comes_later_is_refused(nvme_path: Path) -> None:
+    first, second = nn.LayerNorm(60000), nn.LayerNorm(60000, dtype=torch.bfloat16)
+    optimizer = swapper.wrap_optimizer(torch.optim.Adafactor(first.parameters()), _mixed_config(nvme_path))
+    optimizer.param_groups[0]["params"].extend(second.parameters())
+    for p in (*first.parameters(), *second.parameters()):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(swapper.ConfigError, match="group for each dtype"):
+        optimizer.step()
