@@ -35,6 +35,7 @@ from swapper.storage.device_pool import DevicePool
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.storage.spans import Span
 from swapper.tensors.dtypes import NAMES
+from swapper.tensors.evicted import make_ordinary
 from swapper.tensors.homes import home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.packed_codes import CodeForm
@@ -284,6 +285,8 @@ def plan_parameters(
         ConfigError: as `check_groups`; or the model has parameters, and not one byte of them can be moved.
     """
     check_groups(model)
+    for p in model.parameters():
+        make_ordinary(p)  # Made of one that was swapped before, as by `weight_norm`.
     records, stays, tensors = _group(model, bucket_bytes, lay_out or plan_record_of, why_stays or why_not)
     moved_bytes = sum(location.length_bytes for record in records for location in record.locations)
     summary = summary_of_what_stays(model, moved_bytes, stays, tensors, GROUP_BYTES)

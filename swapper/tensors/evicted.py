@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -127,12 +128,16 @@ class _Evicted(StandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         home = home_of(self)
+        if home is None and make_ordinary(self):
+            return deepcopy(self, memo)
         if home is None:
-            refuse_copy("a parameter that torch.nn.Parameter made of a swapped one")
+            refuse_copy("a view that C++ code made of a swapped parameter")
         return home.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickle()
+        if not make_ordinary(self):
+            refuse_pickle()
+        return self.__reduce_ex__(protocol)
 
 
 class EvictedParameter(_Evicted, GradientEvictedParameter):
@@ -344,7 +349,13 @@ def let_viewed_stay(parameters: Iterable[torch.nn.Parameter]) -> None:
             temporary.stay(parameter)
 
 
-def make_ordinary(parameter: torch.nn.Parameter) -> None:
-    """Give one that `torch.nn.Parameter(...)` made of an evicted one the class that it should have."""
-    if type(parameter) is EvictedParameter and home_of(parameter) is None:
-        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+def make_ordinary(parameter: torch.Tensor) -> bool:
+    """Give one that `torch.nn.Parameter(...)` made of an evicted one the class that it should have.
+
+    Returns:
+        True if it was such a one. It has values, in memory of its own or of a record, for as long as it lives.
+    """
+    made = type(parameter) is EvictedParameter and home_of(parameter) is None and not is_hollow(parameter)
+    if made:
+        parameter.__class__ = class_in_memory(parameter)
+    return made

@@ -334,3 +334,25 @@ def test_a_copy_is_on_the_device_that_the_module_is_on(device: str, nvme_path: P
     inputs = torch.randn(3, WIDTH).to(on)
     assert bits(twins[0](inputs).cpu()) == bits(model.blocks[0](inputs).cpu())  # type: ignore[index]
     swapper_of(model).close()
+
+
+def test_a_parameter_that_was_made_of_a_swapped_one_is_an_ordinary_one_where_it_is_copied_or_swapped(
+    nvme_path: Path,
+) -> None:
+    """`weight_norm` and others make them by `torch.nn.Parameter(p)`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="4MiB", offload_param={"device": "nvme"})
+    swapper.offload(model, config=config)
+    nn.utils.parametrizations.weight_norm(model[0])
+    x = torch.randn(4, 128)
+    twin = copy.deepcopy(model)
+    assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+    assert torch.equal(twin(x), model(x))
+
+    swapper_of(model).close(keep_values=True)
+    assert bits(pickle.loads(pickle.dumps([*model.parameters()]))) == bits([*model.parameters()])
+    swapper.offload(model, config=config)
+    assert not swapper_of(model).stays
+    assert torch.equal(twin(x), model(x))
+    swapper_of(model).close()
