@@ -429,8 +429,8 @@ def _step_apart(twin: Twin, gradients: Sequence[torch.Tensor]) -> None:
     before = dict(twin.group)
     after: dict[str, Any] = {}
     for i, gradient in enumerate(gradients):
-        twin.group.clear()  # With what the class has put in.
-        twin.group.update(before)
+        twin.group.clear()  # With what the class has put in; of tensors it has copies.
+        twin.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.items()})
         twin.step([gradient], only=[i])
         after = dict(twin.group)
     twin.group.update(after)

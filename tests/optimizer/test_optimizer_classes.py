@@ -574,3 +574,37 @@ def test_adafactor_whose_other_dtype_comes_later_is_refused(nvme_path: Path) -> 
         p.grad = torch.ones_like(p)
     with pytest.raises(swapper.ConfigError, match="group for each dtype"):
         optimizer.step()
+
+
+class CountsInATensor(Optimizer):
+    """As those of torch-optimi: a tensor of the group, which it makes in its first step, is counted up in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "step": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["step"] is None:
+                group["step"] = torch.tensor(0, dtype=torch.int32)
+            group["step"].add_(1)
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    p.sub_(mean, alpha=group["lr"] / (1 - 0.9 ** group["step"].item()))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_class_that_counts_its_steps_in_a_tensor_of_the_group_is_swapped(groups: int, nvme_path: Path) -> None:
+    def made(model: nn.Module) -> Optimizer:
+        parameters = [*model.parameters()]
+        return CountsInATensor([{"params": parameters[number::groups]} for number in range(groups)])
+
+    plain, model = make_model(), make_model()
+    run(plain, made(plain))
+    optimizer = made(model)
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer)
+        assert_same(plain, model)
+        assert [int(group["step"]) for group in optimizer.param_groups] == [4] * groups
