@@ -24,6 +24,7 @@ from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.encoding_choice import choose_encoding
+from swapper.optimizer.kept_state import plan_to_show, swaps_state_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported, try_sharded
 from swapper.optimizer.step_device import warn_of_for_loop
@@ -195,7 +196,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     with agreed(together):
         for optimizer in optimizers:
             check_is_optimizer(optimizer)
-            try_sharded(optimizer)
+            if swaps_state_of(optimizer, settings):
+                try_sharded(optimizer)
     with agreed(together):
         existing = _parameters_on(model, settings)
         if _moves_parameters(model, settings) and existing is None:
@@ -280,17 +282,15 @@ def _plan(
     for number, optimizer in enumerate(optimizers):
         if getattr(optimizer, "swapper", None) is not None or any(each is optimizer for each in optimizers[:number]):
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
-        refuse_unsupported(optimizer)
         refuse_fixed(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
         for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
             if getattr(settings, name).device == "cpu" and not on_accelerator:
                 text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
                 warn_once(log, text)
-        device = settings.offload_gradient.device
-        gradients_move = device == "nvme" or (device == "cpu" and on_accelerator)
-        swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or gradients_move
+        swaps_state = swaps_state_of(optimizer, settings)
         if swaps_state:
+            refuse_unsupported(optimizer)
             refuse_foreach_on_one_memory(optimizer)
         plan = OptimizerPlan(optimizer, settings, next(OWNERS), records, swaps_state=swaps_state)
         if plan.device.type == "meta":
@@ -582,14 +582,13 @@ def check(
         return check_from_files(model, settings, lambda: match_weights(model, weights), device)
     for each in optimizers:
         check_is_optimizer(each)
-        refuse_unsupported(each)
     if _moves_parameters(model, settings):
         check_not_flattened(model)
     parameters = _plan_parameters(model, settings)
     if parameters is not None and parameters.summary and _parameters_on(model, settings) is None:
         log.warning("%s", parameters.summary)
     records = {} if parameters is None else parameters.where()
-    plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
+    plans = [plan_to_show(each, settings, number, records) for number, each in enumerate(optimizers)]
     plans = choose_encoding(optimizers, plans, settings, records, OWNERS, drive_speeds)
     budget = _budget(plans, settings, parameters if settings.offload_param.device == "nvme" else None, None)
     budget.check(as_a_whole=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp
+from models import WIDTH, Mlp
+from torch import nn
 from torch.optim import Optimizer
-from twins import config_for, evaluate, small_records, swapper_of, train, values_of
+from twins import bits, close, config_for, evaluate, small_records, swapper_of, train, values_of
 
 import swapper
 
@@ -202,3 +204,63 @@ def test_a_torch_before_2_8_is_refused_by_name(nvme_path: Path, monkeypatch: pyt
     model(torch.randn(2, 48)).sum().backward()
     optimizer.step()
     swapper.of(optimizer).close()
+
+
+class OfAllGradients(Optimizer):
+    """Couples its parameters, so its state could not be swapped."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        self.count += 1
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        for p in parameters:
+            self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+            p.sub_(self.state[p]["sum"], alpha=0.1 / (self.count * float(norm)))
+        return loss
+
+
+@pytest.mark.parametrize("how", ["lbfgs", "line search", "coupled"])
+def test_an_optimizer_that_cannot_be_swapped_steps_parameters_that_are(
+    how: str, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its state stays in memory, so what it does with it is its own affair."""
+
+    def made(model: nn.Module) -> Optimizer:
+        if how == "coupled":
+            return OfAllGradients(model.parameters())
+        return torch.optim.LBFGS(model.parameters(), 0.5, line_search_fn="strong_wolfe" if how != "lbfgs" else None)
+
+    def trained(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+        seen: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            seen.append(bits(loss))
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [*seen, bits(dict(model.state_dict()))]
+
+    torch.manual_seed(0)
+    plain = Mlp()
+    model = copy.deepcopy(plain)
+    config = config_for(nvme_path, offload_optimizer={"device": "none"})
+    optimizer = made(model)
+    swapper.check(model, optimizer, config)
+    assert "parameters" in capsys.readouterr().out
+    swapper.offload(model, optimizer, config)
+    assert trained(plain, made(plain)) == trained(model, optimizer)
+    close(model, optimizer)
+    with pytest.raises(swapper.ConfigError, match=r"cannot be swapped|set offload_optimizer.device to none"):
+        swapper.check(model, made(model), config_for(nvme_path))
