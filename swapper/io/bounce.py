@@ -116,6 +116,11 @@ class Job:
         self.device = self.storage.device
         self.ready = self.copies.reached()
 
+    def is_ready(self) -> bool:
+        """Tell if `ready` is reached. Raises what the device reports."""
+        with on_device(self.device):
+            return self.ready.query()
+
     def done(self) -> bool:
         """See `Transfer.done`."""
         return self._over.is_set()
@@ -172,7 +177,8 @@ class _Chunk:
             return self.native.done()
         assert self.event is not None
         try:
-            return self.event.query()
+            with on_device(self.job.device):
+                return self.event.query()
         except Exception as error:  # Whoever is reported to may be the only one: see [Note: a device that failed].
             note_failure(error)
             return True
@@ -385,7 +391,7 @@ class Bounce:
         """Wait until something is likely to be ready."""
         for chunk in self._flight:
             try:
-                if chunk.event is not None and chunk.job.ready.query():  # A copy on its way: that is not long.
+                if chunk.event is not None and chunk.job.is_ready():  # A copy on its way: that is not long.
                     _await_device(chunk.job, chunk.event.synchronize)
                     return
             except Exception as error:

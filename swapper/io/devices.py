@@ -19,6 +19,11 @@ an event takes any stream for one of its own module and reads beyond the end of 
 from and to it side by side with other work only if it is told of it (`page_lock`). Where torch knows no way to tell it,
 copies block: what an asynchronous copy of other memory does differs from driver to driver.
 
+[Note: current devices] A thread begins with the first device of a type as its current one. To ask the driver there for
+an event, or to go back to that device at the end of a context of torch's that selects a stream of another, makes a
+context on the first: half a GB of a GPU, for each process that trains on another one. So whatever a thread of ours may
+do has the device that it is about as the current one (`on_device`), which leaves the first without a context.
+
 [Note: a device that failed] Some drivers report a failure once, to whoever waits next, for whatever that is. So what is
 met by those who cannot raise it (who asks if a copy is over, who wants its memory back) is kept, and every wait for a
 copy raises it from then on, in this process: what the device has computed since, and copied, may be made of bytes that
@@ -126,10 +131,11 @@ class Copies:
             work()
         return self._mark(self._stream)
 
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
         """Within it memory is allocated on the stream of the copies."""
-        stream: contextlib.AbstractContextManager[object] = self._module.stream(self._stream)
-        return stream
+        with on_device(self._device), self._module.stream(self._stream):
+            yield
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let nobody else have the memory of a device tensor before the copies so far are done."""
@@ -283,6 +289,7 @@ def on_streams(streams: Iterable[Any]) -> Iterator[None]:
     """Within it `streams`, each of another device, are those that this thread's work goes to."""
     with contextlib.ExitStack() as stack:
         for stream in streams:
+            stack.enter_context(on_device(stream.device))
             stack.enter_context(torch.get_device_module(stream.device).stream(stream))
         yield
 
@@ -291,7 +298,7 @@ def on_streams(streams: Iterable[Any]) -> Iterator[None]:
 def on_device(device: torch.device) -> Iterator[None]:
     """Within it `device` is the current one of its type in this thread, if the type has such a thing.
 
-    A thread begins with the first device. To wait there for another makes a context on the first, which takes memory.
+    See [Note: current devices].
     """
     current = getattr(torch.get_device_module(device), "device", None)
     with contextlib.nullcontext() if current is None else current(device):
@@ -367,7 +374,8 @@ class Copy:
     def done(self) -> bool:
         """Tell if it is over, well or not."""
         try:
-            return self.event.query()
+            with on_device(self._device):
+                return self.event.query()
         except Exception as error:  # `wait` says how.
             note_failure(error)
             return True

@@ -308,6 +308,27 @@ def test_writes_start_without_a_call(
     twins.close()
 
 
+def test_threads_make_no_context_on_the_first_device(
+    direct: Mock, nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordWrites, "_watch", WATCH)
+    second = torch.device(device.type, 1)
+    if torch.accelerator.device_count() < 2 or device.type == "cuda":
+        pytest.skip("needs two simulated devices")
+    torch.zeros(1, device=second)
+    simulated().forget_contexts()
+    twins = Twins(nvme_path, second, masters=True)
+    for _ in range(3):
+        before = direct["bytes_written"]
+        twins.step()
+        deadline_s = time.monotonic() + 240
+        while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+    assert simulated().contexts() == [1]
+    twins.close()
+
+
 def test_writes_do_not_wait_for_what_comes_after_the_step(
     direct: Mock, nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

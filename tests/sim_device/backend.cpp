@@ -129,6 +129,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   private:
     static void* allocate(size_t length, int index) {
+        note_context(index);
         const Entered world;
         void* const address = world->memory.allocate(length, index, current_stream(index));
         if (address == nullptr) {
@@ -194,7 +195,9 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     }
     c10::Device getDevice() const override { return device_at(current_device()); }
     void setDevice(c10::Device device) const override { exchange_device(device.index()); }
-    void uncheckedSetDevice(c10::Device device) const noexcept override { exchange_device(device.index()); }
+    void uncheckedSetDevice(c10::Device device) const noexcept override {
+        exchange_device_if_in_use(device.index());
+    }
     c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
     c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
     void synchronizeDevice(c10::DeviceIndex index) const override {
@@ -266,11 +269,13 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     }
     bool queryEvent(void* event) const override {
         if (event == nullptr) return true;
+        note_context(-1);
         const Entered world;
         return poll(*world, event_of(event).mark);
     }
     void synchronizeEvent(void* event) const override {
         if (event == nullptr) return;
+        note_context(-1);
         const Entered world;
         world->scheduler.wait(event_of(event).mark);
         waited(*world);
@@ -312,7 +317,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
         return static_cast<c10::DeviceIndex>(exchange_device(device));
     }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-        return exchangeDevice(device);
+        return static_cast<c10::DeviceIndex>(exchange_device_if_in_use(device));
     }
     at::Allocator* getPinnedMemoryAllocator() const override { return &g_host_allocator; }
     bool isPinnedPtr(const void* address) const override {

@@ -403,6 +403,8 @@ TORCH_LIBRARY(sim, m) {
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
     m.def("refuse_access(int storage, str message) -> ()", refuse_access);
+    m.def("contexts() -> int[]", contexts);
+    m.def("forget_contexts() -> ()", [] { forget_contexts(); });
     m.def("violations() -> str[]", violations);
     m.def("waiting_operators() -> str[]", waiting_operators);
     m.def("device_count() -> int", [] { return static_cast<int64_t>(kDevices); });

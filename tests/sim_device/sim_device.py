@@ -21,8 +21,10 @@ __all__ = [
     "Speeds",
     "Times",
     "configure",
+    "contexts",
     "dma_window",
     "fail_at",
+    "forget_contexts",
     "host_register",
     "host_unregister",
     "keep_time",
@@ -161,6 +163,16 @@ def host_register(address: int, length_bytes: int) -> None:
 def host_unregister(address: int) -> None:
     """Undo `host_register`. No copy may be in flight, and the memory must be mapped yet."""
     torch.ops.sim.host_unregister(address)
+
+
+def contexts() -> list[int]:
+    """Devices on which the process has a context, as CUDA would have made it. See [Note: contexts] in `world.h`."""
+    return list(torch.ops.sim.contexts())
+
+
+def forget_contexts() -> None:
+    """Let the process have no context yet."""
+    torch.ops.sim.forget_contexts()
 
 
 def dma_window() -> tuple[int, int, int]:

@@ -21,7 +21,9 @@ namespace {
 
 std::atomic<bool> g_begun{false};
 std::atomic<bool> g_forked{false};
+std::array<std::atomic<bool>, kDevices> g_contexts{};
 thread_local int t_device = 0;
+thread_local int t_of_driver = 0;  // see [Note: contexts]
 
 std::array<int, kDevices> default_streams() {
     std::array<int, kDevices> streams{};
@@ -91,7 +93,29 @@ int current_device() noexcept {
     return t_device;
 }
 int exchange_device(int device) noexcept {
+    if (device >= 0 && device != t_of_driver) {
+        t_of_driver = device;
+        note_context(device);
+    }
     return std::exchange(t_device, device < 0 ? t_device : device);
+}
+int exchange_device_if_in_use(int device) noexcept {
+    if (device >= 0 && g_contexts[static_cast<size_t>(device)]) t_of_driver = device;
+    return std::exchange(t_device, device < 0 ? t_device : device);
+}
+
+void note_context(int device) noexcept {
+    g_contexts[static_cast<size_t>(device < 0 ? t_of_driver : device)] = true;
+}
+std::vector<int64_t> contexts() {
+    std::vector<int64_t> found;
+    for (size_t device = 0; device < kDevices; ++device) {
+        if (g_contexts[device]) found.push_back(static_cast<int64_t>(device));
+    }
+    return found;
+}
+void forget_contexts() noexcept {
+    for (auto& each : g_contexts) each = false;
 }
 
 int current_stream(int device) noexcept {

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,10 +44,10 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def simulated_threads(settings: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulated_threads(settings: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sim_device = simulate(settings, monkeypatch, threads=True)
     sim_device.violations()
-    yield
+    yield sim_device
     gc.collect()
     until(lambda: not threads())
     assert sim_device.violations() == []
@@ -177,6 +178,31 @@ def test_threads_wait_for_the_second_device_with_that_current(nvme_path: Path, m
         assert torch.accelerator.current_device_index() == 0
         assert {name for name, _ in waited} >= {"swapper-writes", "swapper-bounce"}
         assert {device for _, device in waited} == {1}
+
+
+def test_threads_make_no_context_on_the_first_device(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process that trains on another would take half a GB of it. To ask for an event is enough for that."""
+    with simulated_threads("sim-random", monkeypatch) as sim_device:
+        model = make_model().to("sim:1")
+        sim_device.forget_contexts()
+        optimizer = offloaded(nvme_path, model, "optim grad param")
+        for step in range(3):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("sim:1")
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            until(lambda: not threads())
+        flush(model, optimizer)
+        close(model, optimizer)
+        with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
+            memory = torch.full((1 << 20,), 5, dtype=torch.uint8, device="sim:1")
+            handle.write(file, memory).wait()
+            handle.read(file, memory).wait()
+        swapper.save({"memory": memory}, tmp_path / "saved", background=True).wait()
+        assert torch.accelerator.current_device_index() == 0
+        assert sim_device.contexts() == [1]
 
 
 @pytest.mark.parametrize("edited", [False, True])
