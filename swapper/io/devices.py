@@ -181,12 +181,19 @@ class _CudaCopies(Copies):
         with torch.cuda.device(self._device):  # Not the default one, which would make a context there.
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = int(cudart.cudaHostRegister(address, length_bytes, portable))
-        if status != 0:
-            raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
+            if status != 0:
+                self._forget_error()
+                raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
 
     def page_unlock(self, address: int) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:  # type: ignore[no-untyped-call]
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """Have this thread's next kernel not raise what a call of the runtime has returned: torch leaves it there."""
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device=self._device)  # It is the next kernel.
 
 
 DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": _CudaCopies}

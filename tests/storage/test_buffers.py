@@ -23,6 +23,7 @@ from resident import resident_bytes
 from still_drive import still
 
 from swapper.errors import SwapError, SwapIOError
+from swapper.io import devices
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 
@@ -523,6 +524,40 @@ def test_cuda_registration_is_checked_and_undone(monkeypatch: pytest.MonkeyPatch
     runtime.status = 2
     with pytest.raises(SwapError, match="CUDA error 2"):
         BufferPool(MIB, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
+def test_an_error_of_page_locking_is_not_that_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The CUDA runtime keeps what a call returned, and torch's check after the next kernel of the thread raises it."""
+    last_error = 0
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, length_bytes: int, flags: int) -> int:
+            return self.status("cudaHostRegister")
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return self.status("cudaHostUnregister")
+
+        def status(self, name: str) -> int:
+            nonlocal last_error
+            last_error = 712 if name == call else last_error
+            return last_error
+
+    def zeros(*_: object, **__: object) -> None:
+        nonlocal last_error
+        error, last_error = last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error: {error}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    copies = devices.copies_of(torch.device("cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", zeros)
+        with contextlib.suppress(SwapError):
+            copies.page_lock(4096, 4096)
+        copies.page_unlock(4096)
+    assert last_error == 0
 
 
 @pytest.mark.cuda
