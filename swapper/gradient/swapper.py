@@ -49,6 +49,7 @@ from swapper.gradient.records import (
     fitting,
     record_bytes,
 )
+from swapper.io.devices import refuse_in_graph
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.backward_agreement import raised_by_all
 from swapper.storage.buffers import BufferPool
@@ -356,6 +357,7 @@ class GradientSwapper(EvictedGradients):
 
     def _take(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add `fresh` to what is evicted, if anything is, and evict it."""
+        refuse_in_graph(gradient.device)
         before = gradient.state
         gradient.arrived += 1
         if fresh.device.type == "cpu":

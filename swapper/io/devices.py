@@ -63,6 +63,7 @@ __all__ = [
     "note_failure",
     "on_device",
     "on_streams",
+    "refuse_in_graph",
     "seeded_generators",
     "synchronize",
 ]
@@ -273,6 +274,25 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that an accelerator has to do. Nothing happens for another device."""
     if is_accelerator(device):
         torch.get_device_module(device).synchronize(device)
+
+
+def refuse_in_graph(device: torch.device) -> None:
+    """Refuse what the caller is about to do if its work is being captured in a CUDA graph, before anything has changed.
+
+    A replay has the addresses of the capture, and runs nothing of ours. CUDA lets nobody ask for an event meanwhile,
+    which would look as if the device had failed.
+
+    Raises:
+        SwapError: it is.
+    """
+    is_capturing = None
+    if is_accelerator(device):
+        is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        raise SwapError(
+            "a CUDA graph is being captured, and what is swapped is at other addresses when it is replayed; capture "
+            "only modules and steps that are not swapped"
+        )
 
 
 def current_streams(devices: Iterable[torch.device]) -> list[Any]:

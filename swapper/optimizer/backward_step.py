@@ -26,6 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
+from swapper.io.devices import refuse_in_graph
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.loss_scaling import may_be_scaled
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
@@ -368,6 +369,7 @@ class BackwardSteps:
         return True
 
     def _refuse(self, optimizer: Optimizer) -> None:
+        refuse_in_graph(self._plan.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes = torch.distributed.get_world_size()
             # FSDP2 says when a gradient is reduced: see `Arrivals`.
@@ -451,8 +453,9 @@ class Arrivals:
 
         Raises:
             ConfigError: parameters overlap, which are stepped at once since a group or a parameter has changed.
-            SwapError: it would step otherwise what was stepped in backward.
+            SwapError: it would step otherwise what was stepped in backward; or a CUDA graph is being captured.
         """
+        refuse_in_graph(self._plan.device)
         refuse_foreach_on_one_memory(optimizer, self._stepper.has_gradient)
         if self.backward_steps is not None:
             self.backward_steps.check_window(optimizer)

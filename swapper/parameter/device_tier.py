@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapIOError
-from swapper.io.devices import Copy, DeviceCopies, memory_advice
+from swapper.io.devices import Copy, DeviceCopies, memory_advice, refuse_in_graph
 from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, about_graphs, one_call_of
 from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
@@ -135,8 +135,10 @@ class DeviceTier:
         Raises:
             SwapIOError: the drive or the device failed.
             PoolExhausted: there is no room for them.
+            SwapError: a CUDA graph is being captured.
         """
         assert isinstance(held, HeldOnDevice)
+        refuse_in_graph(self.device)
         for order in (self._order, self._pool_order if self.direct is None else self.direct):
             order.note(Use(phase, held.number))
         self.poll()

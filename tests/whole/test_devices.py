@@ -19,7 +19,7 @@ from torch import nn
 from training import OPTIMIZERS, make_config, same_bits
 
 import swapper
-from swapper.errors import SwapIOError
+from swapper.errors import SwapError, SwapIOError
 from swapper.io import gds
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -323,6 +323,45 @@ def test_a_scaler_on_the_gpu(device: str, nvme_path: Path) -> None:
     assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
     assert swapper.of(optimizer).state(model.weight)["step"] == 2
     swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "step", "step in backward"])
+def test_a_graph_that_is_being_captured_is_refused(
+    device: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Before anything has changed: the same call works afterwards. What CUDA itself would say looks like a failure."""
+    in_backward = what == "step in backward"
+    kinds = {
+        "offload_optimizer": {"device": "nvme", "step_in_backward": in_backward},
+        "offload_gradient": {"device": "none" if in_backward else "nvme"},
+        "offload_param": {"device": "nvme"},
+    }
+    model = late_model(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    swapper.offload(model, optimizer, small_config(nvme_path, **kinds))
+    x = torch.ones(2, 512, device=device)
+    calls = {
+        "forward": lambda: model(x),
+        "backward": lambda: losses[-1].backward(),
+        "step": optimizer.step,
+    }
+    losses: list[torch.Tensor] = []
+    module = torch.get_device_module(device)
+    for part in ("forward", "backward", "step"):
+        if part == what.rpartition(" ")[2] or (part == "backward" and in_backward):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+                with pytest.raises(SwapError, match="CUDA graph is being captured"):
+                    calls[part]()
+            if part == "backward":
+                optimizer.zero_grad()
+                losses.append(model(x).square().sum())
+        result = calls[part]()
+        if part == "forward":
+            losses.append(result.square().sum())
+    assert all(p.isfinite().all() for p in model.parameters())
+    swapper.of(optimizer).close()
+    model.swapper.close()  # type: ignore[operator, union-attr]
 
 
 def test_unwrap_puts_the_state_on_the_device(device: str, nvme_path: Path) -> None:
