@@ -263,9 +263,10 @@ class DeviceTier:
                 assert held.sums is not None
                 held.sums.copy_(self.uses.sums.of(values))
 
+        sums = () if held.summed or held.sums is None else (held.sums,)
         with modes_kept():
             set_grad_mode(False)
-            copy = self._up.run(work)
+            copy = self._up.run(work, *sums)  # The model may be gone before, and their memory is the current stream's.
         held.summed = True
         if copy is not None:
             record, former = (self._cache if direct is None else direct.cache).records.get(held.key), lease.transfer
