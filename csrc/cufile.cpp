@@ -49,6 +49,7 @@ constexpr int kNotSupportedOnDevice = 5009;
 constexpr int kCudaDriverError = 5011;
 constexpr int kInvalidPointer = 5012;
 constexpr int kDirectIoNotSet = 5020;
+constexpr int kDriverOpenAlready = 5026;
 constexpr int kFileRegisteredAlready = 5028;
 constexpr int kDisabledByConfiguration = 5034;
 constexpr int kPinningFailed = 5036;
@@ -103,7 +104,7 @@ const char* meaning(int error) {
             return "the memory is not registered";
         case 5025:
             return "no permission to use the driver or the file";
-        case 5026:
+        case kDriverOpenAlready:
             return "the driver is open already";
         case 5027:
             return "the file is not registered";
@@ -324,8 +325,10 @@ std::shared_ptr<const CuFile> CuFile::load(const std::vector<std::string>& names
 }
 
 std::string CuFile::open_driver() const {
-    const Status status = calls_->driver_open();  // success where it is open already
-    return status.error == 0 ? "" : "cuFileDriverOpen: " + text_of(status);
+    const Status status = calls_->driver_open();
+    // Success where it is open already; that is also an error in its list.
+    return status.error == 0 || status.error == kDriverOpenAlready ? ""
+                                                                   : "cuFileDriverOpen: " + text_of(status);
 }
 
 std::optional<CuFile::Properties> CuFile::properties() const {

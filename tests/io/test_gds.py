@@ -490,6 +490,14 @@ def test_falls_back_with_one_line_in_the_log(
     assert (mock["reads"], mock["writes"], mock["registered"]) == (0, 0, 0)
 
 
+def test_a_driver_that_others_have_opened_will_do(mock: Mock, tmp_path: Path) -> None:
+    mock["open_error"] = 5026
+    with make_handle() as handle:
+        assert handle.gds_available
+        round_trip(handle, tmp_path / "file")
+    assert mock["writes"] > 0
+
+
 def test_compatibility_mode_on_demand_is_said(
     mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
