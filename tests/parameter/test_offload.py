@@ -626,8 +626,9 @@ def _peak_bytes(nvme_path: Path, *, width: int, blocks: int, swapped: bool, in_b
 def test_memory_does_not_grow_with_the_model(in_backward: bool, width: int, nvme_path: Path) -> None:
     """The baseline is the forward and backward of a model that is one block long: what a block takes, and no more.
 
-    The model is 24 blocks of 16.8 MB or more: 400 MB of parameters, as much of gradients, twice as much of state. Beside
-    the baseline there may be the pool, the scratch of torch in a step (2 x bucket_bytes), activations, and 100 MB.
+    The model is 24 blocks of at least 16.8 MB: 400 MB of parameters, as much of gradients, twice as much of state.
+    Beside the baseline there may be the pool, the scratch of torch in a step (2 x bucket_bytes), the activations, and
+    100 MB.
     """
     blocks = 24
     baseline = _peak_bytes(nvme_path, width=width, blocks=1, swapped=False)
