@@ -24,6 +24,9 @@ an event, or to go back to that device at the end of a context of torch's that s
 context on the first: half a GB of a GPU, for each process that trains on another one. So whatever a thread of ours may
 do has the device that it is about as the current one (`on_device`), which leaves the first without a context.
 
+[Note: current streams] What torch.cuda selects a stream with is Python code: Ctrl-C at its end would leave the thread
+on that stream, for good. So it is put off, with `interrupts_deferred` around `allocating` and `on_streams`.
+
 [Note: a device that failed] Some drivers report a failure once, to whoever waits next, for whatever that is. So what is
 met by those who cannot raise it (who asks if a copy is over, who wants its memory back) is kept, and every wait for a
 copy raises it from then on, in this process: what the device has computed since, and copied, may be made of bytes that
@@ -42,6 +45,7 @@ from typing import Any, Protocol
 import torch
 
 from swapper.errors import SwapError, SwapIOError, renewed
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
     "DEVICES",
@@ -128,13 +132,13 @@ class Copies:
 
     def run(self, work: Callable[[], object]) -> Event:
         """Call `work`, which starts several operations on tensors; the event says when they are done."""
-        with self.allocating():
+        with interrupts_deferred(), self.allocating():
             work()
         return self._mark(self._stream)
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Within it memory is allocated on the stream of the copies."""
+        """Within it memory is allocated on the stream of the copies. See [Note: current streams]."""
         with on_device(self._device), self._module.stream(self._stream):
             yield
 
@@ -313,7 +317,10 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def on_streams(streams: Iterable[Any]) -> Iterator[None]:
-    """Within it `streams`, each of another device, are those that this thread's work goes to."""
+    """Within it `streams`, each of another device, are those that this thread's work goes to.
+
+    See [Note: current streams].
+    """
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(on_device(stream.device))
@@ -327,8 +334,9 @@ def on_device(device: torch.device) -> Iterator[None]:
 
     See [Note: current devices].
     """
-    current = getattr(torch.get_device_module(device), "device", None)
-    with contextlib.nullcontext() if current is None else current(device):
+    module: Any = torch.get_device_module(device)
+    is_it = not hasattr(module, "device") or device.index is None or module.current_device() == device.index
+    with contextlib.nullcontext() if is_it else module.device(device):
         yield
 
 

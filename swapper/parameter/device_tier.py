@@ -232,7 +232,7 @@ class DeviceTier:
         lease = self._fetch(held) if direct is None else direct.fetch(held, self._cache)
         length_bytes = device_bytes_of(held.plan)
         with outside_of_inference():  # They outlive that mode.
-            with self._up.allocating():  # See [Note: whose memory].
+            with interrupts_deferred(), self._up.allocating():  # See [Note: whose memory].
                 values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
             if held.sums is None:
                 held.sums = torch.empty(len(values), dtype=torch.int64, device=self.device)

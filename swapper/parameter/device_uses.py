@@ -87,7 +87,7 @@ class DeviceUses:
         """Have the memory of values, of which there are no views, for what comes up. See [Note: whose memory]."""
         if held.used and (held.check is None or not held.check.done()):
             for stream in held.used_on:
-                with on_streams([stream]):
+                with interrupts_deferred(), on_streams([stream]):
                     self._up.begin()
         held.used_on.clear()
 

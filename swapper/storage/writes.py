@@ -139,7 +139,8 @@ class RecordWrites:
         if self._store is None:
             record.finish = None
         else:
-            with record.lease.apart():  # It was waited for. What streams do by now has no part in it.
+            # It was waited for. What streams do by now has no part in it.
+            with interrupts_deferred(), record.lease.apart():
                 self.start(record, length_bytes)
 
     # --- The thread ------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import writes_start_with_calls
+from accelerators import simulate, writes_start_with_calls
 from host_device import LateCopies
+from interrupts import interrupted_at
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -836,6 +837,29 @@ def test_on_the_cpu_copies_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(target, torch.arange(5.0))
     copies.join()
     copies.settle()
+
+
+@pytest.mark.parametrize("what", ["copy", "model"])
+def test_ctrl_c_leaves_a_thread_on_its_own_stream(monkeypatch: pytest.MonkeyPatch, nvme_path: Path, what: str) -> None:
+    """What torch.cuda selects a stream with is Python code, which leaves it selected if Ctrl-C strikes at its end."""
+    sim_device = simulate("sim-random", monkeypatch)
+    own = torch.accelerator.current_stream()
+    copies, source = DeviceCopies(torch.device("sim", 0)), torch.ones(100, device="sim")
+    target = torch.zeros(100).pin_memory()
+    call: Callable[[], object] = lambda: copies.copy(target, source)  # noqa: E731
+    if what == "model":
+        layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))).to("sim")
+        config = {"nvme_path": nvme_path, "pool_bytes": "4MiB", "offload_param": {"device": "nvme"}}
+        model, _ = swapper.offload(layers, config=swapper.OffloadConfig(**config))
+        call = lambda: model(torch.ones(2, 128, device="sim"))  # noqa: E731
+    for n in itertools.count():
+        struck = interrupted_at(n, call, "io/devices.py", "/sim_device.py")
+        assert torch.accelerator.current_stream() == own, f"Ctrl-C at place {n}"
+        if not struck:
+            break
+    assert n > 10
+    torch.accelerator.synchronize()
+    assert sim_device.violations() == []
 
 
 @pytest.mark.cuda

@@ -195,6 +195,22 @@ def _index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
+class _StreamContext:
+    """As that of `torch.cuda`, which is Python code: Ctrl-C may strike at its end, and the stream is never left."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._former = torch.accelerator.current_stream()
+        self._former_there = torch.accelerator.current_stream(self._stream.device_index)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._former_there)
+        torch.accelerator.set_stream(self._former)
+
+
 class _DeviceModule(ModuleType):
     """`torch.sim`: what torch, and programs, ask of a device module."""
 
@@ -218,7 +234,7 @@ class _DeviceModule(ModuleType):
         lambda device=None: torch.Stream(stream_id=_index(device), device_index=_index(device), device_type=20)
     )
     set_stream = staticmethod(lambda stream: torch.accelerator.set_stream(stream))
-    stream = staticmethod(lambda stream: stream)
+    stream = staticmethod(lambda stream: _StreamContext(stream))
 
     memory_allocated = staticmethod(lambda device=None: torch.accelerator.memory_allocated(_index(device)))
     max_memory_allocated = staticmethod(lambda device=None: torch.accelerator.max_memory_allocated(_index(device)))
