@@ -104,10 +104,11 @@ class Twin:
             with seeded_generators(self.parameters[0].device, 0):
                 self._step(self.optimizer)
         except Exception as error:
+            train = "Call its train() first, if plain steps need that. " * hasattr(self.optimizer, "train")
             raise ConfigError(
                 f"{self._name} failed in a trial step on small tensors of shape "
                 f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}. "
-                "Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
+                f"{train}Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
             ) from error
 
 

@@ -186,8 +186,8 @@ class PoolBudget:
                 f"together need {format_bytes(needed_bytes)}. Set pool_bytes to at least {needed_bytes}"
             )
         raise ConfigError(
-            f"pool_bytes: {format_bytes(self._left_bytes)} are left for parameters, and {self.parameters.why} are "
-            f"needed; set pool_bytes to at least {needed_bytes}"
+            f"pool_bytes: {format_bytes(max(self._left_bytes, 0))} are left for parameters, and {self.parameters.why} "
+            f"are needed; set pool_bytes to at least {needed_bytes}"
         )
 
     @property

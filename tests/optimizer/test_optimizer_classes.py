@@ -400,6 +400,29 @@ def test_a_class_that_fails_in_the_trial_is_told_what_to_do(nvme_path: Path) -> 
         swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
 
 
+class HasModes(Velocity):
+    """As those of schedulefree, which fail in a step until they are told that it trains."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            raise RuntimeError("not in train mode")
+        return self.state[p].setdefault("velocity", torch.zeros_like(p))
+
+
+def test_a_class_with_modes_that_fails_in_the_trial_is_to_be_set_to_train(nvme_path: Path) -> None:
+    optimizer = HasModes(make_model().parameters())
+    with pytest.raises(swapper.ConfigError, match=r"(?s)not in train mode.*Call its train\(\) first"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+    optimizer.train()
+    with wrapped(optimizer, nvme_path):
+        pass
+
+
 class FindsByAddress(Velocity):
     """As heavyball's classes find the parameter of a view."""
 
