@@ -38,6 +38,7 @@ from swapper.optimizer.step_program import (
     Unsupported,
     best_instruction_set,
     compiled,
+    refusal,
     scratch_for,
 )
 from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
@@ -285,7 +286,7 @@ class NativeSteps:
         """Step `chosen`, and note the `result` of each. Their small state is `keep`'s.
 
         Raises:
-            SwapError: a stored master is damaged. Nothing was written of it, nor of its parameter's elements.
+            SwapError: a stored master is damaged, or a step refused. Nothing of the parameter was written.
         """
         arrays = max([each.program.scratch_arrays for each in chosen], default=0)
         numel = max([each.segment.numel for each in chosen if each.program.scratch_arrays], default=0)
@@ -299,7 +300,7 @@ class NativeSteps:
             try:
                 results = mine[0].program.run([each.segment for each in mine], self._room, threads, self._set)
             except ValueError as error:
-                raise SwapError(f"a stored master is damaged: {error}") from error
+                raise refusal(error) from error
             for each, result in zip(mine, results, strict=True):
                 each.result = result
 

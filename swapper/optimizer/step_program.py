@@ -9,10 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swapper.errors import SwapError
 from swapper.io import _native
 from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, PARAMETER, SQRT, Operation
 
-__all__ = ["NativeProgram", "NativeSegment", "Unsupported", "best_instruction_set", "compiled", "scratch_for"]
+__all__ = [
+    "NativeProgram",
+    "NativeSegment",
+    "Unsupported",
+    "best_instruction_set",
+    "compiled",
+    "refusal",
+    "scratch_for",
+]
 
 _REGISTERS_MAX = 24  # as in csrc/step_program.h
 
@@ -116,6 +125,13 @@ class NativeProgram:
                 torch.sqrt(room if state is None else segment.state_at(state), out=room)
             results += _native.run_step([(self._after, *fields)], threads, instruction_set)
         return results
+
+
+def refusal(error: ValueError) -> SwapError:
+    """What `NativeProgram.run` has refused, as users are told of it."""
+    if "ties" in str(error):  # The core has counted them; all else it refuses before it reads a value.
+        return SwapError(f"a stored master is damaged: {error}")
+    return SwapError(f"a native step was refused: {error}; with offload_optimizer.native_step: off the class steps")
 
 
 def scratch_for(arrays: int, numel: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import swapper
 from swapper.io import _native
-from swapper.optimizer import native_step, step_recorder
+from swapper.optimizer import native_step, step_program, step_recorder
 from swapper.optimizer.master_codec import split_master, ties_bytes_max
 from swapper.optimizer.native_parts import share_memory
 from swapper.optimizer.operands import Operand, Scratch
@@ -899,3 +899,31 @@ def test_a_step_that_leaves_the_parameter_alone_keeps_its_master(masters: bool, 
         ends.append([p.detach().clone(), *(state[key] for key in ("m", *(["master_param"] if masters else [])))])
         swapper.of(optimizer).close()
     assert all(map(same, *ends))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("the low halves have 3 ties, not 2", "a stored master is damaged: the low halves have 3"),
+        ("two arrays of a segment overlap in memory", "a native step was refused: two arrays .* native_step: off"),
+    ],
+)
+def test_a_step_that_the_core_refuses_says_what_was_found(found: str, said: str) -> None:
+    parameter = nn.Parameter(torch.ones(5000))
+    optimizer = wrapped(torch.optim.AdamW([parameter]))
+    for _ in range(2):
+        parameter.grad = torch.ones(5000)
+        optimizer.step()
+    run = step_program.NativeProgram.run
+
+    def refusing(program: Any, segments: Any, *rest: Any) -> Any:
+        if segments[0].numel == 5000:  # Not the token.
+            raise ValueError(found)
+        return run(program, segments, *rest)
+
+    parameter.grad = torch.ones(5000)
+    with (
+        mock.patch.object(step_program.NativeProgram, "run", refusing),
+        pytest.raises(swapper.errors.SwapError, match=said),
+    ):
+        optimizer.step()
