@@ -100,7 +100,7 @@ def test_a_copied_parameter_is_one_for_all_that_had_it(nvme_path: Path) -> None:
     swapper_of(model).close()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "torch encoder", "lstm"])
 def test_a_copy_is_an_ordinary_module_for_all_that_is_done_with_modules(

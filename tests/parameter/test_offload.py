@@ -298,7 +298,7 @@ def test_reading_ahead_stops_at_a_record_of_which_nothing_is_stored(nvme_path: P
     assert torch.equal(model[0](torch.ones(1, WIDTH)), make_model()[0](torch.ones(1, WIDTH)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch uses it for some of them.
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch uses it for some of them.
 def test_forward_derivatives_have_the_bits_of_the_plain_model(nvme_path: Path) -> None:
     tangents = []
     x, direction = torch.ones(2, WIDTH), torch.full((2, WIDTH), 0.5)

@@ -1130,7 +1130,7 @@ def test_compiled_models_have_the_bits_of_compiled_plain_ones(what: str, backend
     run_twice(nvme_path, Mlp, program, watch=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_script_is_refused_until_the_model_is_closed(nvme_path: Path, leaves_nothing: None) -> None:
     made = nn.Sequential(nn.Linear(64, 100), nn.Sequential(nn.Linear(100, 64)))
     expected = made(torch.ones(2, 64))
@@ -1143,7 +1143,7 @@ def test_script_is_refused_until_the_model_is_closed(nvme_path: Path, leaves_not
     optimizer.swapper.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_tracing_is_refused_by_name(nvme_path: Path) -> None:
     torch.manual_seed(0)
     model, optimizer = offloaded(nvme_path, lambda: with_adamw(Mlp()))
