@@ -905,7 +905,7 @@ def test_a_step_that_leaves_the_parameter_alone_keeps_its_master(masters: bool, 
     ("found", "said"),
     [
         ("the low halves have 3 ties, not 2", "a stored master is damaged: the low halves have 3"),
-        ("two arrays of a segment overlap in memory", "a native step was refused: two arrays .* native_step: off"),
+        ("two arrays of a segment overlap in memory", "a native step was refused: two arrays .*native_step: off"),
     ],
 )
 def test_a_step_that_the_core_refuses_says_what_was_found(found: str, said: str) -> None:
