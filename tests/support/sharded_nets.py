@@ -374,7 +374,7 @@ def compare(models: list[Net], what: Callable[[torch.Tensor], torch.Tensor | Non
 
 
 def forget_iteration(net: Any) -> None:
-    """After a forward or a backward that failed. torch has a method for it since 2.13."""
+    """After a forward or a backward that failed. torch 2.13 has a method for it, 2.10 has none."""
     if hasattr(net, "reset_iter_state"):
         net.reset_iter_state()
         return

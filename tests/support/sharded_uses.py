@@ -120,7 +120,7 @@ def use_parameters(rank: int, directory: str, device: str = "cpu") -> None:
     total = torch.nn.utils.get_total_norm(parameters[0])
     try:
         assert torch.equal(torch.nn.utils.get_total_norm(parameters[1]).full_tensor(), total.full_tensor())  # type: ignore[attr-defined]
-    except swapper.SwapError as error:  # Up to torch 2.9 those of DTensors are taken one by one, now all at once.
+    except swapper.SwapError as error:  # Those of DTensors are taken all at once; in torch 2.8 one by one.
         assert "records of parameters at once" in str(error)
     for p, q in zip(plain.parameters(), net.parameters(), strict=True):
         assert torch.equal(p.full_tensor(), q.full_tensor())  # type: ignore[attr-defined]
