@@ -60,8 +60,8 @@ class SwappedParameters(Protocol):
             the parameter's version.
         """
 
-    def note_stepped(self, parameter: torch.nn.Parameter, whole: int) -> None:
-        """Within `stepping`: `parameter` is stepped, and `whole` the checksum of its values, in memory order."""
+    def note_stepped(self, parameter: torch.nn.Parameter, whole: int | None) -> None:
+        """Within `stepping`: all of `parameter` is stepped, and `whole` the checksum of its bytes, if that is known."""
 
     def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Within it what changes of `parameters` is written only if its memory is needed, and else at the end of it."""
@@ -515,9 +515,8 @@ class Stepper:
         for operand in all_operands:
             write_back(operand, self.plan.remote, self._copies, scratch)
         if self.parameters is not None and not self.plan.step_in_backward:
-            for segment in (each.segment for each in all_operands):
-                if segment is segment.of.segments[-1] and (whole := checksum_of(segment.of)) is not None:
-                    self.parameters.note_stepped(segment.parameter, whole)
+            for of in (each.segment.of for each in all_operands if each.segment is each.segment.of.segments[-1]):
+                self.parameters.note_stepped(of.parameter, checksum_of(of))
         self._records.count_stepped(len(native), len(operands))
         # The buffer is the cache's from here on.
         if on_device is not None:

@@ -308,13 +308,14 @@ class ParameterSwapper(ParameterOwner):
             for held, _ in parts:
                 held.step_checksums.clear()
 
-    def note_stepped(self, parameter: torch.nn.Parameter, whole: int) -> None:
-        """Within `stepping`: `parameter` is stepped, and `whole` the checksum of its values, in memory order.
+    def note_stepped(self, parameter: torch.nn.Parameter, whole: int | None) -> None:
+        """Within `stepping`: all of `parameter` is stepped, and `whole` the checksum of its bytes, if that is known.
 
         Of those that are written before it ends, no checksum is taken once more.
         """
-        for held, slots in self.parts_with([parameter]) if self._tier is None else ():
-            held.step_checksums.update(dict.fromkeys(slots, whole))
+        if whole is not None and self._tier is None:
+            for held, slots in self.parts_with([parameter]):
+                held.step_checksums.update(dict.fromkeys(slots, whole))
 
     def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         """Write records that hold some of `parameters` only if their memory is needed, else when this is left."""

@@ -214,11 +214,34 @@ def test_lbfgs(nvme_path: Path, leaves_nothing: None) -> None:
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters())
     attributes = set(vars(optimizer))
-    for device in ("nvme", "cpu", "none"):
+    for device in ("nvme", "cpu"):
         with pytest.raises(swapper.ConfigError, match="LBFGS keeps one history"):
             swapper.wrap_optimizer(optimizer, make_config(nvme_path, device=device))
     assert set(vars(optimizer)) == attributes
     optimizer.step(lambda: backward(model, 0))
+
+
+def test_lbfgs_whose_state_stays_is_plain(nvme_path: Path, leaves_nothing: None) -> None:
+    plain, model = make_model(), make_model()
+    model.load_state_dict(plain.state_dict())
+    expected = torch.optim.LBFGS(plain.parameters())
+    config = make_config(nvme_path, device="none", master_weights=False)
+    optimizer = swapper.wrap_optimizer(torch.optim.LBFGS(model.parameters()), config)
+    before = [p.detach().clone() for p in plain.parameters()]
+
+    def step(net: nn.Module, of_net: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            of_net.zero_grad()
+            return backward(net, 0).item()
+
+        of_net.step(closure)
+
+    for _ in range(2):
+        step(plain, expected)
+        step(model, optimizer)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert not any(map(torch.equal, plain.parameters(), before))
+    swapper.unwrap_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("thing", [None, "adamw", nn.Linear(2, 2), torch.optim.AdamW, [nn.Parameter(torch.ones(2))]])
