@@ -236,6 +236,7 @@ def left_of(name: str, path: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.long
+@pytest.mark.unsanitized("what it frees stays the process's for long")
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_failed_and_is_dropped_leaves_nothing(name: str, nvme_path: Path) -> None:
     left = alone(left_of, name, str(nvme_path), timeout_s=500)
