@@ -40,7 +40,7 @@ import itertools
 
 from swapper.sizes import round_up
 
-__all__ = ["CUT_NUMEL", "keeps_bits", "segment_cuts", "segments_in"]
+__all__ = ["CUT_NUMEL", "keeps_bits", "segment_cuts"]
 
 CUT_NUMEL = 64
 """Segments are cut at multiples of this: the widest step of torch's vector loops (two registers of 32 bf16)."""
@@ -91,15 +91,6 @@ def segment_cuts(
     if not low_precision or _pieces(numel, threads) == 1:
         return _even_cuts(0, numel, numel_max, cut_numel)
     return _cuts_of_chunks(numel, numel_max, threads)
-
-
-def segments_in(bucket_numel: int, numel_max: int) -> int:
-    """How many segments of at most `numel_max` a bucket with room for `bucket_numel` elements shall have.
-
-    So many that whole ones fill it, or leave at most a quarter of one empty: more of them take time too. A
-    bucket with room for 1.8 of the longest has two; with one, a step would have almost twice as many buckets.
-    """
-    return max(1, -(-(4 * bucket_numel - numel_max) // (4 * numel_max)))
 
 
 def keeps_bits(numel: int, cuts: tuple[tuple[int, int], ...], *, threads: int) -> bool:

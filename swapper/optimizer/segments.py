@@ -31,7 +31,7 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.io.checksums import checksums
-from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts, segments_in
+from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.packing import ENTRY_BYTES, RecordPacking, packed_blocks_of, plan_packed_record
@@ -67,6 +67,7 @@ MASTER = "master_param"
 SEGMENT_NUMEL = 1 << 19
 """Most elements of a segment. torch's scratch for one, a few times 2 MiB in fp32, then fits the caches, and is so small
 that the allocator, which adapts to what was freed, goes on giving larger tensors pages of their own."""
+
 
 DEVICE_SEGMENT_NUMEL = 1 << 21
 """The same of one that is stepped on an accelerator. Of fewer elements, starting a kernel takes longer than it does."""
@@ -549,10 +550,9 @@ def plan_segments(
         parts += 64 * 2 + 8 if whole.is_split else 64 * 4
     if moves_gradient:
         parts = max(parts, 64 * of.dtype.itemsize)
-    spare_bytes = ALIGNMENT_BYTES * (len(like) + with_scales + with_tables + len(whole.encoded) + 8)
-    count = segments_in(64 * bucket_bytes // max(parts, 1), numel_max)
+    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + with_scales + with_tables + len(whole.encoded) + 8)
     cut_numel = BLOCK_NUMEL if with_scales else CUT_NUMEL
-    numel_max = max(min(64 * (bucket_bytes // count - spare_bytes) // max(parts, 1), numel_max), cut_numel)
+    numel_max = max(min(64 * room_bytes // max(parts, 1), numel_max), cut_numel)
     segments = []
     for start, stop in segment_cuts(
         of.numel, numel_max, low_precision=low_precision, threads=threads, cut_numel=cut_numel

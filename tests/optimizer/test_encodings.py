@@ -825,19 +825,6 @@ def test_buckets_are_not_longer_than_they_may_be(encoding: tuple[str, str], mast
         assert all(used_bytes(bucket) <= bucket_bytes for bucket in buckets)
 
 
-@pytest.mark.parametrize("encoding", [("int8", "int8"), ("exact", "exact")])
-def test_buckets_of_a_large_parameter_are_filled(encoding: tuple[str, str]) -> None:
-    """Where two segments of the greatest length are a little longer than a bucket, there are two shorter ones in it."""
-    chance = random.Random(0)
-    for _ in range(50):
-        bucket_bytes = chance.randrange(1 << 20, 1 << 26)
-        _p, segments = planned(1 << 27, bucket_bytes, encoding, "split")
-        buckets = plan_buckets(0, 0, segments, bucket_bytes, False, False, lambda p: None)
-        used = [used_bytes(bucket) for bucket in buckets]
-        assert max(used) <= bucket_bytes
-        assert len(used) <= 1.26 * sum(used) / bucket_bytes + 1, bucket_bytes
-
-
 def test_a_pool_without_room_for_decoded_state_is_refused(nvme_path: Path) -> None:
     """A bucket that is stepped whole has its record three times, and all of its state decoded."""
     model = nn.Sequential(nn.Linear(512, 512, bias=False))

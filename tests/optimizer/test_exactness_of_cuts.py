@@ -15,7 +15,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from swapper.optimizer.cuts import CUT_NUMEL, keeps_bits, segment_cuts, segments_in
+from swapper.optimizer.cuts import CUT_NUMEL, keeps_bits, segment_cuts
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 
 Cuts = Sequence[tuple[int, int]]
@@ -47,18 +47,6 @@ def test_round_up_is_the_smallest_multiple_not_below(value: int, multiple: int) 
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert value <= rounded < value + multiple
-
-
-@settings(deadline=None)
-@given(room=st.integers(0, 2**30), numel_max=st.integers(CUT_NUMEL, 2**22))
-@example(room=2**20 - 1, numel_max=2**19)
-@example(room=2**19 + 2**17, numel_max=2**19)
-@example(room=2**19 + 2**18, numel_max=2**19)
-def test_whole_segments_fill_a_bucket_but_for_a_quarter_of_one(room: int, numel_max: int) -> None:
-    count = segments_in(room, numel_max)
-    numel = min(room // count, numel_max)
-    assert room - count * numel < max(count, numel_max / 4 + 1)
-    assert numel >= min(room, numel_max * 5 // 8 - 1)  # And they are few.
 
 
 @settings(deadline=None)
