@@ -545,9 +545,8 @@ class Prefetcher:
 
 def checksum_of(of: OptimizerParameter) -> int | None:
     """The checksum of a parameter's values in memory order, all of which a step has just rounded; None if unknown."""
-    known = [segment.checksum for segment in of.segments]
     if not of.local.is_contiguous():
         return None
-    itemsize = of.dtype.itemsize
-    parts = [(crc, each.numel * itemsize) for crc, each in zip(known, of.segments, strict=True) if isinstance(crc, int)]
+    known = [(each.checksum, each.numel * of.dtype.itemsize) for each in of.segments]
+    parts = [(crc, length_bytes) for crc, length_bytes in known if isinstance(crc, int)]
     return join_checksums(parts) if len(parts) == len(known) else None

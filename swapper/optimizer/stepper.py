@@ -35,7 +35,7 @@ from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
 from swapper.tensors.sharded import local_gradient
 from swapper.tensors.strides import same_layout
 
-__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "progress"]
+__all__ = ["Stepper", "SwappedGradients", "SwappedParameters"]
 
 log = logging.getLogger(__name__)
 

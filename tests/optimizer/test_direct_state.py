@@ -289,6 +289,16 @@ def test_programs(
     twins.close()
 
 
+def step_until_written(twins: Twins, direct: Mock) -> None:
+    """Step, and wait until all state is written, by whichever thread."""
+    before = direct["bytes_written"]
+    twins.step()
+    deadline_s = time.monotonic() + 240
+    while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("masters", [False, True])
 def test_writes_start_without_a_call(
     direct: Mock, nvme_path: Path, device: torch.device, masters: bool, monkeypatch: pytest.MonkeyPatch
@@ -298,12 +308,7 @@ def test_writes_start_without_a_call(
     twins.step()
     twins.swapper.flush()
     for _ in range(4):
-        before = direct["bytes_written"]
-        twins.step()
-        deadline_s = time.monotonic() + 240
-        while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        step_until_written(twins, direct)
     twins.check_state()
     twins.close()
 
@@ -319,12 +324,7 @@ def test_threads_make_no_context_on_the_first_device(
     simulated().forget_contexts()
     twins = Twins(nvme_path, second, masters=True)
     for _ in range(3):
-        before = direct["bytes_written"]
-        twins.step()
-        deadline_s = time.monotonic() + 240
-        while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        step_until_written(twins, direct)
     assert simulated().contexts() == [1]
     twins.close()
 

@@ -150,6 +150,24 @@ def test_the_last_bytes_of_a_step_reach_the_drive(
         close(model, optimizer)
 
 
+def use_the_second(nvme_path: Path, model: nn.Module) -> torch.Tensor:
+    """Train a model on the second device with everything on the drive, then write and read memory of it: returned."""
+    optimizer = offloaded(nvme_path, model, "optim grad param")
+    for step in range(3):
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("sim:1")
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        until(lambda: not threads())
+    flush(model, optimizer)
+    close(model, optimizer)
+    with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
+        memory = torch.full((1 << 20,), 5, dtype=torch.uint8, device="sim:1")
+        handle.write(file, memory).wait()
+        handle.read(file, memory).wait()
+    return memory
+
+
 def test_threads_wait_for_the_second_device_with_that_current(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin with the first, where to wait for another makes a context that takes memory."""
     waited: set[tuple[str, int]] = set()
@@ -162,19 +180,7 @@ def test_threads_wait_for_the_second_device_with_that_current(nvme_path: Path, m
     with simulated_threads("sim-lazy", monkeypatch):
         monkeypatch.setattr(SimCopies, "_event", lambda self: Watched())
         model = make_model().to("sim:1")
-        optimizer = offloaded(nvme_path, model, "optim grad param")
-        for step in range(3):
-            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("sim:1")
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            until(lambda: not threads())
-        flush(model, optimizer)
-        close(model, optimizer)
-        with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
-            memory = torch.full((1 << 20,), 5, dtype=torch.uint8, device="sim:1")
-            handle.write(file, memory).wait()
-            handle.read(file, memory).wait()
+        use_the_second(nvme_path, model)
         assert torch.accelerator.current_device_index() == 0
         assert {name for name, _ in waited} >= {"swapper-writes", "swapper-bounce"}
         assert {device for _, device in waited} == {1}
@@ -187,19 +193,7 @@ def test_threads_make_no_context_on_the_first_device(
     with simulated_threads("sim-random", monkeypatch) as sim_device:
         model = make_model().to("sim:1")
         sim_device.forget_contexts()
-        optimizer = offloaded(nvme_path, model, "optim grad param")
-        for step in range(3):
-            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("sim:1")
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            until(lambda: not threads())
-        flush(model, optimizer)
-        close(model, optimizer)
-        with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
-            memory = torch.full((1 << 20,), 5, dtype=torch.uint8, device="sim:1")
-            handle.write(file, memory).wait()
-            handle.read(file, memory).wait()
+        memory = use_the_second(nvme_path, model)
         swapper.save({"memory": memory}, tmp_path / "saved", background=True).wait()
         assert torch.accelerator.current_device_index() == 0
         assert sim_device.contexts() == [1]
