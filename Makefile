@@ -74,6 +74,9 @@ train-hf: $(VENV)/.built
 	@mkdir -p .swapper
 	$(BIN)/python examples/train_hf.py --nvme-path .swapper --compare
 
+# Of the core as it is built for tests: what another compiler warns of shall keep no user from it.
+test test-all sanitize: export WERROR := 1
+
 test: checked
 	$(PYTEST)
 

@@ -98,14 +98,19 @@ CRC32_TARGET std::uint32_t update_by_hardware(std::uint32_t crc, unsigned char* 
     __m128i b = load(16);
     __m128i c = load(32);
     __m128i d = load(48);
-    for (advance(64); length >= 64; advance(64)) {
+    advance(64);
+    while (length >= 64) {
         a = fold(a, by_64_bytes, load(0));
         b = fold(b, by_64_bytes, load(16));
         c = fold(c, by_64_bytes, load(32));
         d = fold(d, by_64_bytes, load(48));
+        advance(64);
     }
     a = fold(fold(fold(a, by_16_bytes, b), by_16_bytes, c), by_16_bytes, d);
-    for (; length >= 16; advance(16)) a = fold(a, by_16_bytes, load(0));
+    while (length >= 16) {
+        a = fold(a, by_16_bytes, load(0));
+        advance(16);
+    }
     if (copying) {
         _mm_sfence();
         std::memcpy(copy, data, length);

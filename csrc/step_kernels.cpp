@@ -321,7 +321,7 @@ STEP_VARIANT(Baseline, );
 #if defined(__x86_64__)
 STEP_VARIANT(Avx2, __attribute__((target("avx2,fma"))));
 STEP_VARIANT(Avx512,
-             __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"))));
+             __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq" CODEC_WIDE_VECTORS))));
 #endif
 
 }  // namespace

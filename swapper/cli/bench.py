@@ -23,6 +23,7 @@ from swapper.cli import chart
 from swapper.cli.arguments import Read, Write, asked_operations, check_device, directories_or_default, size_option
 from swapper.cli.output import fail_if, make_console, print_json, print_table
 from swapper.config import format_size
+from swapper.errors import SwapError
 from swapper.io.handle import BACKENDS, probe
 from swapper.sizes import format_bytes
 
@@ -189,7 +190,10 @@ class _Field:
             self._add("swapper gds, cuda", lanes)
         for found in probe() if self._plan.all_backends else ():
             if found.available and found.backend != backend:
-                self._add_transfers(group, replace(self._plan.engine, backend=found.backend))
+                try:
+                    self._add_transfers(group, replace(self._plan.engine, backend=found.backend))
+                except SwapError as error:  # Memory of this length cannot be registered.
+                    self._note(f"{found.backend} is not available: {error}")
             elif found.reason:
                 self._note(f"{found.backend} is not available: {found.reason}")
         return backend

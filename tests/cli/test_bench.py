@@ -19,12 +19,15 @@ import torch
 from command import as_json, swapper
 from isolation import alone
 from launcher import Program, run_program
+from locked_memory import needs_locked_memory
 from measuring import SIZE
 from repository import ROOT
 
 from swapper.bench.measure import Figure, Timing
+from swapper.bench.site import EngineSettings
 from swapper.bench.witness import Proof
 from swapper.cli import chart
+from swapper.errors import SwapError
 
 SMALL = ["--size", "8MiB", "--block-size", "1MiB", "--queue-depth", "4", "--loops", "2"]
 
@@ -106,6 +109,7 @@ def test_bench_in_memory_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatc
     assert "which is memory" in swapper("bench", "--dir", memory, *SMALL, code=1).stderr
 
 
+@needs_locked_memory
 def test_bench_measures_every_backend(leaves_nothing_on: Path) -> None:
     from swapper.io.handle import probe
 
@@ -115,6 +119,21 @@ def test_bench_measures_every_backend(leaves_nothing_on: Path) -> None:
     for found in probe():
         assert (f"swapper {found.backend}" in names) == found.available
         assert any(note.startswith(f"{found.backend} is not available") for note in result["notes"]) != found.available
+
+
+def test_a_backend_that_cannot_be_opened_is_a_note(leaves_nothing_on: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = EngineSettings.open
+
+    def refused(settings: EngineSettings, *arguments: Any, **options: Any) -> Any:
+        if settings.backend == "threads":
+            raise SwapError("no memory for it")
+        return opened(settings, *arguments, **options)
+
+    monkeypatch.setattr(EngineSettings, "open", refused)
+    result = as_json("bench", "--dir", leaves_nothing_on, *SMALL, "--all-backends", "--no-fio", "--no-torch")
+    names = {figure["contestant"] for figure in result["figures"]}
+    assert "swapper buffered" in names and "swapper threads" not in names
+    assert "threads is not available: no memory for it" in result["notes"]
 
 
 @pytest.mark.long

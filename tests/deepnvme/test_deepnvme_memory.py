@@ -19,6 +19,7 @@ from deepnvme_programs import (
     run,
     settle,
 )
+from locked_memory import needs_locked_memory
 from small_drives import random_bytes
 
 from swapper import deepnvme
@@ -79,6 +80,7 @@ def test_a_locked_tensor_is_what_was_asked_for(make: type[aio_handle], tmp_path:
 
 
 @NEEDS_LOCK
+@needs_locked_memory
 @pytest.mark.unsanitized("it turns mlock into nothing")
 def test_locked_is_what_the_system_says() -> None:
     before = locked_bytes()

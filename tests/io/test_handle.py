@@ -23,6 +23,7 @@ from conformance import AVAILABLE, BLOCK, CONFORMING, SLAB, raises_io, random_by
 from interrupts import interrupted_at
 from isolation import alone
 from launcher import run_program
+from locked_memory import needs_locked_memory
 from resident import resident_bytes
 from still_drive import still
 
@@ -425,6 +426,7 @@ def test_named_backend_that_is_not_to_be_had_is_an_error(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif("uring+fixed" not in AVAILABLE, reason="io_uring cannot register memory here")
+@needs_locked_memory
 def test_registered_memory_moves_the_same_bytes(tmp_path: Path) -> None:
     slabs = [Slab(length) for length in (3 << 20, (4 << 20) + 4096)]
     with AsyncIOHandle(backend="uring+fixed", block_bytes=1 << 20, threads=2) as handle:

@@ -19,6 +19,7 @@ import seccomp
 import torch
 from conformance import AVAILABLE, BLOCK, SUBJECTS, Subject, fails, raises_io, random_bytes
 from isolation import alone, drop_capability_to_lock_memory
+from locked_memory import needs_locked_memory
 from torch import nn
 
 import swapper
@@ -225,6 +226,7 @@ def with_64_kib_of_locked_memory(directory: Path) -> None:
 
 
 @needs_registration
+@needs_locked_memory
 @pytest.mark.unsanitized("it turns mlock into nothing")
 def test_64_kib_of_locked_memory_cost_speed_only(tmp_path: Path) -> None:
     alone(with_64_kib_of_locked_memory, tmp_path)
