@@ -54,6 +54,7 @@ __all__ = [
     "DeviceCopies",
     "Event",
     "advise_on_memory",
+    "among_streams",
     "check_devices",
     "copies_of",
     "current_accelerator",
@@ -302,6 +303,23 @@ def refuse_in_graph(device: torch.device) -> None:
 def current_streams(devices: Iterable[torch.device]) -> list[Any]:
     """Return the caller's current stream of each of `devices`, which are accelerators."""
     return [torch.get_device_module(device).current_stream(device) for device in devices]
+
+
+@contextlib.contextmanager
+def among_streams(device: torch.device, streams: Iterable[Any]) -> Iterator[None]:
+    """What the current stream of `device`, an accelerator, is given within it is as if `streams` had it, too.
+
+    It comes after all that they have to do by now, and before all that they are given afterwards.
+    """
+    (current,) = current_streams([device])
+    others = [stream for stream in streams if stream != current]
+    for other in others:
+        current.wait_stream(other)
+    try:
+        yield
+    finally:
+        for other in others:
+            other.wait_stream(current)
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -26,7 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
-from swapper.io.devices import refuse_in_graph
+from swapper.io.devices import among_streams, current_streams, refuse_in_graph
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.loss_scaling import may_be_scaled
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
@@ -65,6 +66,7 @@ class _Window:
     options: list[_Options] = field(default_factory=list)  # of each group
     prefetcher: Prefetcher | None = None
     threads: int = 0  # that the program computes with; 0: not asked, as in its own thread
+    streams: set[Any] = field(default_factory=set)  # of an accelerator, on which gradients have arrived
 
 
 class BackwardSteps:
@@ -141,6 +143,8 @@ class BackwardSteps:
                 set_raw_gradient(p, None)
                 raise SwapError(self._too_many())
             known.arrived = count
+            if self._plan.on_accelerator:
+                self._window.streams.update(current_streams([self._plan.device]))
             return count == self._plan.gradient_accumulation_steps
 
     def complete(self, p: torch.nn.Parameter) -> None:
@@ -336,7 +340,7 @@ class BackwardSteps:
         if not work:
             return
         try:
-            with modes_kept():
+            with among_streams(self._plan.device, window.streams) if window.streams else nullcontext(), modes_kept():
                 set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:

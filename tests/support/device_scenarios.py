@@ -152,6 +152,44 @@ def clipped_on_another_stream(device: str, path: Path) -> None:
     assert all(map(torch.equal, *results))
 
 
+def stepped_in_backward_on_two_streams(device: str, path: Path) -> None:
+    """Gradients of one bucket are computed on two streams, of which neither waits for the other in backward."""
+    module: Any = torch.get_device_module(torch.device(device))
+    first, other = module.current_stream(), module.Stream()
+    results, used_on_both = [], []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(3)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if swap:
+            config = swapper.OffloadConfig(
+                nvme_path=path,
+                pool_bytes="16MiB",
+                bucket_bytes="4MiB",
+                offload_optimizer={"device": "nvme", "step_device": "device", "step_in_backward": True},
+            )
+            swapper.wrap_optimizer(optimizer, config)
+        for step in range(STEPS):
+            x = torch.full((8, 300), step + 1.0, device=device)
+            other.wait_stream(first)
+            here = model[0](x)
+            with module.stream(other):
+                there = model[2](model[1](x).tanh())
+            first.wait_stream(other)
+            used_on_both += [x, there]
+            (here * there).sum().backward()
+            if step % 2:  # What it does now must not be too early; else not too late.
+                other.synchronize()
+            optimizer.step()
+            other.wait_stream(first)  # It has memory of gradients.
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        results.append([p.detach().cpu() for p in model.parameters()])
+        if swap:
+            swapper.of(optimizer).close()
+    assert all(map(torch.equal, *results))
+
+
 def clip_of(model: nn.Module) -> Callable[[float], torch.Tensor]:
     return functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
 
@@ -349,6 +387,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
         train, step_device="device", gradients="nvme", micro_batches=2
     ),
     "step in backward": functools.partial(train, in_backward=True),
+    "step in backward on two streams": stepped_in_backward_on_two_streams,
     "gradients on the drive": functools.partial(train, gradients="nvme", micro_batches=2, clip=True),
     "gradients clipped on another stream": clipped_on_another_stream,
     "gradients in the pool": functools.partial(train, gradients="cpu", micro_batches=2),

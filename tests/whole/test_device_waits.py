@@ -25,6 +25,8 @@ MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "io/bounce.py _give_up settle": ("files whose thread ends", "sim-lazy"),
     "io/devices.py join wait_event": ("gradients on the drive", "sim-lazy"),
     "io/devices.py join join": ("gradients on the drive", "sim-lazy"),
+    "io/devices.py among_streams wait_stream": ("step in backward on two streams", "sim-lazy"),
+    "io/devices.py among_streams wait_stream 1": ("step in backward on two streams", "sim-lazy"),
     "io/devices.py keep_for_current_stream record_stream": ("gradients clipped on another stream", "sim-lazy"),
     "io/devices.py keep record_stream": ("temporary parameter", "sim-lazy"),
     "io/devices.py settle synchronize": ("failed step", "sim-random"),
