@@ -2,6 +2,7 @@
 
 `sim-lazy` does nothing before somebody waits for it, `sim-random` does it sooner or later: a wait that is missing is a
 wrong result in one of them. `sim-poison`, for a test that asks for it, waits for memory that is freed, and poisons it.
+Evicted tensors have dispatch keys of ours, as on CUDA; with `sim-random` none, as on devices that torch does not know.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def simulate(settings: str, patch: pytest.MonkeyPatch, *, threads: bool = False)
     sim_device.configure(**SETTINGS[settings])
     sim_device.set_limit()
     patch.setitem(DEVICES, "sim", SimCopies)
+    if settings != "sim-random":  # Then as on a device of another maker: see [Note: what C++ sees] in `hollow`.
+        patch.setattr(hollow, "_COMPATIBLE", hollow._COMPATIBLE | {"sim"})
     if hasattr(torch.ops.sim, "refuse_access"):  # A library that was built before has none.
         patch.setattr(hollow, "_refuse_access", torch.ops.sim.refuse_access)  # As where torch was built for CUDA.
     return sim_device
