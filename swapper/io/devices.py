@@ -44,7 +44,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError, renewed
+from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
 from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
@@ -189,7 +189,10 @@ class _CudaCopies(Copies):
             status = int(cudart.cudaHostRegister(address, length_bytes, portable))
             if status != 0:
                 self._forget_error()
-                raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
+                raise SwapError(
+                    f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}; where the driver can lock "
+                    "no more of the host's memory, as in some virtual machines, a smaller pool_bytes helps"
+                )
 
     def page_unlock(self, address: int) -> None:
         with torch.cuda.device(self._device):
@@ -456,17 +459,33 @@ class Copy:
             note_failure(error)
 
 
+def _check_allocator(device: torch.device) -> None:
+    """Raise ConfigError if it is not known that `Copies.keep` keeps memory of `device` from others."""
+    # What its maker has not given to such an allocator, `record_stream` does not do, and nobody can ask if it is there.
+    backend = getattr(torch._C, "_cuda_getAllocatorBackend", lambda: "")
+    if device.type == "cuda" and backend() == "pluggable":
+        raise ConfigError(
+            "torch gives out the GPU's memory by a pluggable allocator, which may give memory to others that a stream "
+            "of swapper's still copies from or to: the bytes could be wrong. Leave out "
+            "torch.cuda.memory.change_current_allocator, or use that allocator in a torch.cuda.MemPool"
+        )
+
+
 class DeviceCopies:
     """Copies between an accelerator and the pool on a stream of their own, so that they overlap its other work.
 
     Copies of one object are made one after another. For copies in both directions at once there are two of them.
 
     On a device that is no accelerator every call does its work at once, and returns None. See [Note: late copies].
+
+    Raises:
+        ConfigError: the device's memory is not torch's to keep.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = copies_of(device) if is_accelerator(device) else None
+        _check_allocator(device)
         self._last: Event | None = None
 
     @property

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from training import OPTIMIZERS, same_bits
 
 import swapper
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io import devices, handle
 from swapper.io.bounce import Bounce
@@ -827,6 +827,16 @@ def test_a_device_that_says_once_that_it_failed_is_not_waited_for_without_an_err
         for call in (other.wait, copies.settle, later.wait, cache.check, cache.flush):
             with pytest.raises(SwapIOError, match="illegal memory access"):
                 call()
+
+
+def test_an_allocator_that_may_know_nothing_of_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`record_stream` is what keeps memory for copies, and does nothing there."""
+    for backend in ("native", "cudaMallocAsync"):
+        monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda name=backend: name, raising=False)
+        DeviceCopies(torch.device("cuda"))
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "pluggable", raising=False)
+    with pytest.raises(ConfigError, match="pluggable allocator"):
+        DeviceCopies(torch.device("cuda"))
 
 
 def test_on_the_cpu_copies_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
