@@ -63,7 +63,12 @@ class _LateWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._event.device])
-        future.set_result(self._result)
+        device = self._event.device
+        module = torch.get_device_module(device)
+        later = module.Stream(device)
+        later.wait_event(self._event)
+        with module.stream(later):  # Who waits for the future has its stream wait for this one, and not the host.
+            future.set_result(self._result)
         return future
 
 
