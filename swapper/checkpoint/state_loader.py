@@ -152,16 +152,13 @@ class _StateLoader:
 
     def _plain_state(self, slot: int, p: torch.nn.Parameter, on_device: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        local, split = local_of(p), self.state.split(slot) if is_sharded(p) else ()
+        split = self.state.split(slot) if is_sharded(p) else ()
         for key, given in self.state.state(slot).items():
             value = _whole(given) if isinstance(given, TensorStream) else given
             if not isinstance(value, torch.Tensor):
                 state[key] = copy.deepcopy(value)
                 continue
-            if value.shape == local.shape and is_dense(local) and value.stride() != local.stride():
-                # Fused kernels walk through memory: they take it that state lies as its parameter does.
-                value = torch.empty_strided(local.shape, local.stride(), dtype=value.dtype, device="cpu").copy_(value)
-            plain = as_plain_state(key, value, p, False, on_device=on_device)
+            plain = as_plain_state(key, self._laid(slot, value), p, False, on_device=on_device)
             plain = plain.clone() if plain is given else plain
             state[key] = sharded_like(plain, p) if key in split else plain
         return state
@@ -189,16 +186,31 @@ class _StateLoader:
 
         Slices are 1-D and in the order of the parameter's memory, also that of the master.
         """
-        p = segment.local
-        state = self.state.state(self._slot_of[id(segment.parameter)])
+        p, slot = segment.local, self._slot_of[id(segment.parameter)]
+        state = self.state.state(slot)
         for key, value in state.items():
             if isinstance(value, TensorStream):
                 cut = not segment.whole and value.shape == p.shape
                 if cut and same_order(p.shape, value.stride, memory_stride(p)):
                     state[key] = value.read(segment.start, segment.stop)
-                else:
-                    state[key] = _whole(value)
+                    continue
+                state[key] = value = _whole(value)
+            if isinstance(value, torch.Tensor):
+                state[key] = self._laid(slot, value)
         return state
+
+    def _laid(self, slot: int, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state as it is to lie in memory: as its parameter does, if it did so when it was saved.
+
+        Fused kernels, which walk through memory, take it that it does. What a class has in another order it has in it
+        again.
+        """
+        local, part = local_of(self._parameters[slot]), self.state.part_of(slot)
+        if value.shape != local.shape or not is_dense(local) or same_order(local.shape, value.stride(), local.stride()):
+            return value
+        if part is not None and not same_order(local.shape, value.stride(), self._saved[part].stride):
+            return value
+        return torch.empty_strided(local.shape, local.stride(), dtype=value.dtype, device="cpu").copy_(value)
 
     def _part(self, segment: Segment) -> int:
         """The slot in the checkpoint of the part that is what this rank has of the parameter; -1 if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParamete
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
+from swapper.tensors.strides import is_dense
 
 if TYPE_CHECKING:
     from swapper.optimizer.direct_state import DirectState
@@ -80,6 +82,19 @@ class OpenBucket:
             return decoded[key]
         assert self.memory is not None
         return segment.locations[key].view(self.memory)
+
+    def store(self, segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy one tensor of the state, which is not encoded, to the record, and return the view of it there.
+
+        It lies there in the order of memory that it has, in which the class sees it again: sums over it depend on that.
+        """
+        assert self.memory is not None
+        location = segment.locations[key]
+        if segment.whole and value.stride() != location.spec.stride and is_dense(value):
+            spec = dataclasses.replace(location.spec, stride=tuple(value.stride()))
+            location = segment.locations[key] = dataclasses.replace(location, spec=spec)
+            segment.placement = None
+        return location.view(self.memory).copy_(value)
 
     def decode(self, segments: Iterable[Segment], take: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         """Decode what is encoded of the state of `segments`, to be stepped and encoded again.
@@ -142,7 +157,7 @@ class OpenBucket:
                 # The class steps most state in place: then it is in the record already.
                 address = self.memory.address + location.offset_bytes
                 if value.data_ptr() != address or value.stride() != location.spec.stride:
-                    location.view(self.memory).copy_(value)
+                    self.store(segment, key, value)
                 segment.present.add(key)
                 continue
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:

@@ -299,7 +299,7 @@ def _write(
             location = segment.locations.get(key)
             fits = location is not None and value.shape == location.spec.shape and dtype == location.spec.dtype
             if fits and key not in segment.encoded:  # Those are encoded when they are kept.
-                state[key] = opened.stored(segment, key).copy_(value)
+                state[key] = opened.store(segment, key, value)
             else:
                 state[key] = value.to(device="cpu", dtype=dtype, copy=not fits)
         opened.keep(segment, state)

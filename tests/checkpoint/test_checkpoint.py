@@ -179,8 +179,9 @@ def test_another_order_of_elements_in_memory(after: str, tmp_path: Path) -> None
         assert torch.equal(second.model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("channels", [4, 60])
-def test_plain_state_lies_in_memory_as_its_parameter_does(channels: int, tmp_path: Path) -> None:
+def test_loaded_state_lies_in_memory_as_its_parameter_does(channels: int, swapped: bool, tmp_path: Path) -> None:
     """Also state that is too small for a file: fused kernels walk through memory, whatever the strides are."""
 
     def made(memory_format: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -200,9 +201,12 @@ def test_plain_state_lies_in_memory_as_its_parameter_does(channels: int, tmp_pat
     step(*first)
     swapper.save_checkpoint(tmp_path / "saved", *first).wait()
     second = made(torch.contiguous_format)
+    if swapped:
+        config = {"nvme_path": tmp_path, "pool_bytes": "1MiB", "offload_optimizer": {"device": "nvme"}}
+        swapper.wrap_optimizer(second[1], swapper.OffloadConfig(**config))
     swapper.load_checkpoint(tmp_path / "saved", *second)
     weight = next(second[0].parameters())
-    assert second[1].state[weight]["exp_avg"].stride() == weight.stride()
+    assert second[1].state_dict()["state"][0]["exp_avg"].stride() == weight.stride()
     torch.testing.assert_close(step(*second), step(*first))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,53 @@ def test_channels_last_parameters_and_strides_of_state(nvme_path: Path) -> None:
     assert all(same_bits(p, q) for p, q in zip(plain, swapped, strict=True))
     assert swapped_state["exp_avg"].stride() == plain_state["exp_avg"].stride()
     assert same_bits(plain_state["exp_avg"], swapped_state["exp_avg"])
+
+
+class OfItsOwnOrder(Optimizer):
+    """Its state is contiguous, whatever the order of its parameter, and it takes sums over both."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            assert p.grad is not None
+            state = self.state[p]
+            if not state:
+                state["sum"] = torch.zeros(p.shape)
+            state["sum"].mul_(0.9).add_(p.grad)
+            p.sub_(state["sum"], alpha=float(0.1 / state["sum"].norm()))
+
+
+@pytest.mark.parametrize("wrap_at", [0, 2])
+@pytest.mark.parametrize("resume", ["no", "state_dict", "checkpoint"])
+def test_state_of_another_order_than_its_parameter(resume: str, wrap_at: int, nvme_path: Path, tmp_path: Path) -> None:
+    def run(swap: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(64, 128, 3, bias=False).to(memory_format=torch.channels_last)
+        optimizer = OfItsOwnOrder(model.parameters())
+        for step in range(6):
+            if swap and step == wrap_at:
+                swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+            if step == 4 and resume == "state_dict":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif step == 4 and resume == "checkpoint":
+                swapper.save_checkpoint(tmp_path / "saved", model, optimizer).wait()
+                if swap:
+                    swapper.of(optimizer).close()
+                optimizer = OfItsOwnOrder(model.parameters())
+                if swap:
+                    swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+                swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+            model.weight.grad = torch.empty_like(model.weight).normal_()
+            optimizer.step()
+        return model.weight.detach(), optimizer.state_dict()["state"][0]
+
+    (plain, plain_state), (swapped, swapped_state) = run(False), run(True)
+    assert same_bits(plain, swapped)
+    assert swapped_state["sum"].stride() == plain_state["sum"].stride() == (576, 9, 3, 1)
+    assert same_bits(plain_state["sum"], swapped_state["sum"])
 
 
 def test_a_gradient_with_other_strides_than_its_parameter(nvme_path: Path) -> None:
