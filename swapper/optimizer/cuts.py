@@ -22,6 +22,8 @@ Which rule is needed (measured by `tests/test_exactness_of_cuts.py`):
 - `fused=True`, any dtype: the first. These kernels split among threads at multiples of 64 bytes, whatever the grain,
   so that only the parameter's own end is a tail; it rounds differently even in fp32.
 - bf16 and fp16, not fused: both. With one thread, or at most 32768 elements, there is one chunk.
+- A class that is not torch's: both, in any dtype. It may call kernels whose tails round otherwise than their vectors
+  in fp32 too, as `pow`, `atan2` and `softplus`; a trial would miss the few elements that show it.
 
 For the second rule `low_precision=True` cuts so that
 
@@ -61,9 +63,9 @@ def segment_cuts(
         numel: elements of the parameter, >= 0.
         numel_max: most elements of a segment, >= `cut_numel`. At `low_precision` use 32768 or more: with less,
             each segment is stepped by one thread.
-        low_precision: the parameter is stepped in fp16 or bf16, by kernels that are not fused. False for fp32 and
-            fp64, for fp32 masters (True would be exact there too, with more segments), and with `fused=True`,
-            whatever the dtype: with fused kernels the cuts for True would be wrong.
+        low_precision: the parameter is stepped in fp16 or bf16, or by a class that is not torch's, by kernels that
+            are not fused. False for fp32 and fp64, for fp32 masters (True would be exact there too, with more
+            segments), and with `fused=True`, whatever the dtype: with fused kernels the cuts for True would be wrong.
         threads: `torch.get_num_threads()` in the thread that will call `step`, >= 1; of no effect unless
             `low_precision`.
         cut_numel: without `low_precision` cuts are at multiples of this, which is one of `CUT_NUMEL`.

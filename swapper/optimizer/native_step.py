@@ -31,7 +31,7 @@ from swapper.optimizer.placement import IMMUTABLE
 from swapper.optimizer.probe import has_only_elementwise_code, is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
 from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
-from swapper.optimizer.step_function import unhooked_step
+from swapper.optimizer.step_function import has_step_of_torch
 from swapper.optimizer.step_program import (
     NativeProgram,
     NativeSegment,
@@ -447,7 +447,7 @@ class NativeSteps:
             raise Unsupported("the class changes an attribute of a parameter")
         if parameter.grad is not gradient or gradient.data_ptr() != address:
             recorder.writes_gradient = True  # The user sees what the class has put in its place, or that it is gone.
-        if any(each.opcode == MAXIMUM for each in recorder.operations) and not _has_step_of_torch(case.optimizer):
+        if any(each.opcode == MAXIMUM for each in recorder.operations) and not has_step_of_torch(case.optimizer):
             raise Unsupported("a maximum, which of 0.0 and -0.0 is another in torch's vectors than after them")
         small_after = {}
         for key, value in left.items():
@@ -519,10 +519,6 @@ class NativeSteps:
 def _flushes_denormals() -> bool:
     """True if this thread takes denormals for zero, as after `torch.set_flush_denormal`."""
     return sys.float_info.min / 2 == 0
-
-
-def _has_step_of_torch(optimizer: Optimizer) -> bool:
-    return unhooked_step(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def _name(optimizer: Optimizer) -> str:

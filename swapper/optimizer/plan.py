@@ -38,6 +38,7 @@ from swapper.optimizer.segments import (
     plan_segments,
 )
 from swapper.optimizer.step_device import device_of, has_room, may_step_on_device, step_bytes
+from swapper.optimizer.step_function import has_step_of_torch
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.agreement import agreed
 from swapper.storage.buffers import BufferPool
@@ -232,17 +233,16 @@ class OptimizerPlan:
 
     def reason_to_cut_anew(self) -> str | None:
         """The reason why the cuts, or the records, must not stay as they are; None if there is none."""
-        low = any(known.cut_in_low_precision for known in self._parameters.values())
-        if low and self.threads != torch.get_num_threads():
-            return "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
+        if self.threads != torch.get_num_threads() and any(each.cut_by_chunks for each in self._parameters.values()):
+            return "torch.set_num_threads was called, and the bits of a step in parts depend on it"
         planned = self.planned()
         sparse = [known for known in planned if not known.segments[0].whole and known.has_sparse_gradient]
         for known in sparse:
             known.keeps_whole = True
         if sparse:
             return "a sparse gradient came, which cannot be cut"
-        if any(known.cut_for_fused and not known.fused and known.cut_in_low_precision for known in planned):
-            return "fused was switched off, and the bits of a low-precision step depend on it"
+        if any(known.cut_for_fused and not known.fused and known.cut_by_chunks for known in planned):
+            return "fused was switched off, and the bits of a step in parts depend on it"
         if self._is_wasteful:
             return "more than half of its records is of parameters that are gone"
         return None
@@ -412,8 +412,9 @@ class OptimizerPlan:
         if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
         dtype = torch.float32 if master else p.dtype
-        # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
-        low_precision = dtype in _LOW_PRECISION and not group.get("fused")
+        # Fused kernels split among threads at multiples of 64 bytes. A class of the user's may call `pow`: see `cuts`.
+        known.has_uneven_tails = dtype in _LOW_PRECISION or not has_step_of_torch(optimizer)
+        low_precision = known.has_uneven_tails and not group.get("fused")
         device = self.device if self.on_device else torch.device("cpu")
         if known.fused and not self.on_device:
             refuse_broken_fused(optimizer, dtype)

@@ -139,6 +139,7 @@ class OptimizerParameter:
         fused, cut_for_fused: its group has `fused=True`; it had that when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         strides_may_differ: those of its gradient do not change the bits of a step on its accelerator.
+        has_uneven_tails: scalar tails of kernels may round otherwise than their vectors: see `cuts`.
         arrived: gradients that arrived since the last step.
         counted: the gradient that the last of them is in, if it stays in memory.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
@@ -160,7 +161,7 @@ class OptimizerParameter:
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
         self.number = self.first_index = 0
-        self.fused = self.cut_for_fused = self.keeps_whole = self.strides_may_differ = False
+        self.fused = self.cut_for_fused = self.keeps_whole = self.strides_may_differ = self.has_uneven_tails = False
         self.arrived = 0
         self.counted: weakref.ref[torch.Tensor] | None = None
         self.stepped = self.left = False
@@ -197,10 +198,9 @@ class OptimizerParameter:
         return gradient is not None and gradient.is_sparse
 
     @property
-    def cut_in_low_precision(self) -> bool:
+    def cut_by_chunks(self) -> bool:
         """True if it is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
-        first = self.segments[0]
-        return not first.whole and self.dtype in (torch.float16, torch.bfloat16) and not first.master
+        return self.has_uneven_tails and not self.segments[0].whole
 
     def refers_to(self, parameter: torch.Tensor) -> bool:
         """True of `parameter` itself, and not of another that has the `id` which it had."""
@@ -541,8 +541,8 @@ def plan_segments(
     like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
     with_scales = sum(spec.scales_numel > 0 for spec in like)
     with_tables = sum(spec.is_packed for spec in like)
-    if with_scales and low_precision:
-        return [whole]  # Cuts that depend on threads would cut blocks.
+    if with_scales and low_precision and not master and of.dtype.itemsize == 2:
+        return [whole]  # Cuts that depend on threads would cut blocks. In others the bits are no plain ones anyway.
     # In 64ths of a byte: the ties of a split master take one bit, a scale 4 bytes for a block, an entry of a table 2.
     parts = 64 * (sum(spec.stored_dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
     parts += 64 * 4 // BLOCK_NUMEL * with_scales + with_tables
@@ -555,7 +555,7 @@ def plan_segments(
     numel_max = max(min(64 * room_bytes // max(parts, 1), numel_max), cut_numel)
     segments = []
     for start, stop in segment_cuts(
-        of.numel, numel_max, low_precision=low_precision, threads=threads, cut_numel=cut_numel
+        of.numel, numel_max, low_precision=low_precision and not with_scales, threads=threads, cut_numel=cut_numel
     ):
         slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,), spec.encoding) for spec in like)
         segments.append(Segment(of, start, stop, False, master, slices, learnt))

@@ -11,10 +11,15 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 
-__all__ = ["class_step", "refuse_overrides", "unhooked_step"]
+__all__ = ["class_step", "has_step_of_torch", "refuse_overrides", "unhooked_step"]
 
 _HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """Of the function that torch puts around a class's step."""
+
+
+def has_step_of_torch(optimizer: Optimizer) -> bool:
+    """True if its step is that of a class of torch, which it is or derives from."""
+    return unhooked_step(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -340,6 +340,52 @@ def test_low_precision_respects_the_chunks_of_torchs_threads(nvme_path: Path, th
     assert all(same_bits(p, q) for p, q in zip(run(False), run(True), strict=True))
 
 
+class Powers(Optimizer):
+    """Elementwise, of kernels whose scalar tails round otherwise than their vectors in fp32 too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            assert p.grad is not None
+            state = self.state[p]
+            total = state.setdefault("sum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+            update = total.sign() * total.abs().pow(0.7) + torch.atan2(total, p.grad)
+            p.sub_(torch.nn.functional.softplus(update), alpha=0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_a_registered_class_respects_the_chunks_of_torchs_threads(
+    precision: str, nvme_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swapper.optimizer.probe._elementwise", {Powers})
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def run(swap: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (70001, 150003, 210005)
+        parameters = [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in shapes]
+        optimizer: Optimizer | MasterWeights
+        if swap:
+            optimizer = Powers(parameters)
+            config = make_config(nvme_path, master_weights=dtype == torch.bfloat16)
+            swapper.wrap_optimizer(optimizer, config.model_copy(update={"bucket_bytes": "96KiB"}))
+            assert all(len(swapper.of(optimizer)._plan.segments_of(p)) > 1 for p in parameters)
+        else:
+            optimizer = Powers(parameters) if precision == "fp32" else MasterWeights(parameters, Powers)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+        if isinstance(optimizer, Optimizer) and swap:
+            swapper.of(optimizer).close()
+        return [p.detach() for p in parameters]
+
+    assert all(same_bits(p, q) for p, q in zip(run(False), run(True), strict=True))
+
+
 def test_ties_of_several_masters_in_one_record(nvme_path: Path) -> None:
     """Half of these masters lie half-way between two bf16 numbers, and in each step another one has no gradient."""
 
