@@ -370,7 +370,7 @@ class Segment:
         if tensor.is_contiguous() and p.is_contiguous():
             return tensor.as_strided((self.numel,), (1,), tensor.storage_offset() + self.start)
         if not is_dense(p):
-            return tensor.reshape(-1)[self.start : self.stop]
+            return tensor.contiguous().view(-1)[self.start : self.stop]
         if not same_layout(tensor, p):
             tensor = torch.empty_strided(p.shape, p.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
