@@ -19,7 +19,8 @@ _HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 def has_step_of_torch(optimizer: Optimizer) -> bool:
     """True if its step is that of a class of torch, which it is or derives from."""
-    return unhooked_step(type(optimizer)).__module__.startswith("torch.optim.")
+    module: str | None = unhooked_step(type(optimizer)).__module__  # None: of `unittest.mock`.
+    return module is not None and module.startswith("torch.optim.")
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -100,6 +100,14 @@ def read_all(descriptor: int) -> bytes:
     return data
 
 
+def read_lines(descriptor: int, count: int) -> str:
+    """What a child says until it has said `count` lines, or has ended."""
+    said = b""
+    while said.count(b"\n") < count and (piece := os.read(descriptor, 1 << 16)):
+        said += piece
+    return said.decode()
+
+
 def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
     """One life: what is on disk is whole, and is gone on with."""
     saved = path / "checkpoints"
@@ -124,6 +132,7 @@ def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
         step(model, optimizer, done)
         name = f"step-{done + 1}" if mode == "names" else "last"
         swapper.save_checkpoint(saved / name, model, optimizer, {"turn": done + 1})
+        os.write(writing, b"saved\n")
     assert digest(model, optimizer) == expected[-1], "the end is not that of the run without interruption"
     for each in saved.iterdir():
         os.system(f"rm -rf '{each}'")
@@ -138,17 +147,22 @@ def main() -> None:
     os.waitpid(pid, 0)
     chance = random.Random(int(os.environ.get("SWAPPER_FUZZ_SEED") or time.time_ns()))
     killed = checked = turns = ends = 0
-    start_s = 1.0
+    start_s = save_s = 1.0
     while killed < kills:
         pid, reading = in_child(lambda writing: live(path, mode, expected, writing))
         said = ""
         if chance.random() < 0.25:  # Maybe before it is under way.
             time.sleep(chance.uniform(0, start_s))
         else:
-            start_s = time.monotonic()
-            said = os.read(reading, 1 << 16).decode()
-            start_s = time.monotonic() - start_s
-            time.sleep(chance.uniform(0, 0.2))
+            born = time.monotonic()
+            said = read_lines(reading, 1)
+            start_s = time.monotonic() - born
+            # In saves, not in seconds: on a slow drive too, lives get somewhere.
+            saves = chance.randrange(5)
+            said += read_lines(reading, saves)
+            if saves:
+                save_s = (time.monotonic() - born - start_s) / saves
+            time.sleep(chance.uniform(0, save_s))
         os.kill(pid, signal.SIGKILL)
         said += read_all(reading).decode()
         _, status = os.waitpid(pid, 0)
