@@ -33,6 +33,11 @@ def test_long(case): pass
 @pytest.mark.long
 @pytest.mark.parametrize("case", range(3))
 def test_another_long(case): pass
+
+@pytest.mark.long
+@pytest.mark.parametrize("drive", ["one", "two"])
+@pytest.mark.parametrize("case", range(2))
+def test_long_product(case, drive): pass
 """
 
 
@@ -72,16 +77,28 @@ def test_all_of_a_product_is_every_case(collected: list[str]) -> None:
         f"test_product[{dtype}-{drive}]" for dtype, drive in itertools.product(["fp32", "bf16", "fp16"], ["one", "two"])
     }
     assert {name for name in collected if name.startswith("test_product")} == names
-    assert len([name for name in collected if name.startswith("test_long")]) == 7
+
+
+@pytest.mark.parametrize("which", ["all"])
+def test_all_of_a_long_product_is_half_of_it_with_each_value(collected: list[str]) -> None:
+    product = [name for name in collected if name.startswith("test_long_product")]
+    assert len(product) == 2
+    assert all(any(value in name for name in product) for value in ("0", "1", "one", "two"))
+    assert len([name for name in collected if name.startswith("test_long[")]) == 7
+
+
+@pytest.mark.parametrize("which", ["every"])
+def test_every_case_of_a_long_product_runs(collected: list[str]) -> None:
+    assert len([name for name in collected if name.startswith("test_long_product")]) == 4
 
 
 @pytest.mark.parametrize("which", ["some"])
 def test_by_default_one_in_five_long_cases_runs_of_as_many_tests_as_there_can_be(collected: list[str]) -> None:
-    assert len([name for name in collected if name.startswith("test_long")]) == 1
-    assert len([name for name in collected if name.startswith("test_another_long")]) == 1
+    for test in ("test_long[", "test_another_long[", "test_long_product["):
+        assert len([name for name in collected if name.startswith(test)]) == 1
 
 
 @pytest.mark.parametrize("named", ["test_these.py"])
 @pytest.mark.parametrize("which", ["some"])
 def test_all_long_ones_of_a_named_file_run(collected: list[str]) -> None:
-    assert len([name for name in collected if "long" in name]) == 10
+    assert len([name for name in collected if "long[" in name]) == 10

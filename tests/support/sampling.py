@@ -1,10 +1,13 @@
-"""What runs of many equal cases: a sample that is the same each time by default, all of them with SWAPPER_TESTS=all.
+"""What runs of many equal cases: a sample that is the same each time by default, nearly all with SWAPPER_TESTS=all.
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
 is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
-long one in five runs, all of them if their file is named. Where a test is the product of many options, all of them
-means every three options together, or every two; and where each of many cases runs in two orders of a simulated
-device's work, one of them. The whole product is SWAPPER_TESTS=every.
+long one in five runs, all of them if their file is named.
+
+With SWAPPER_TESTS=all, where a test is the product of many options, every three options are together in a case, or
+every two; where each of many cases runs in two orders of a simulated device's work, it runs in one of them; and where a
+test takes long, half of its cases run, and each value of each option in one. All of everything is
+SWAPPER_TESTS=every.
 """
 
 from __future__ import annotations
@@ -156,6 +159,19 @@ _LONG_ONES = 5
 """One of so many runs."""
 
 
+def _half_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of cases that take long: half of each test's, and each value of each of its parameters."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        kept = [*_each_value(cases)]
+        left = [item for item in cases if item not in kept]
+        yield from kept
+        if left and (more := -(-len(cases) // 2) - len(kept)) > 0:
+            yield from _covering(left, more)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
@@ -163,7 +179,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "any so many options are together",
     )
     config.addinivalue_line(
-        "markers", "long: takes a second or more; one in five runs, and all with SWAPPER_TESTS=all or in a named file"
+        "markers",
+        "long: takes a second or more; one in five runs, half with SWAPPER_TESTS=all, and all in a file that is named",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
@@ -196,11 +213,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(unmarked) - set(_each_value(unmarked))
     for (_, keep, together), group in cases.items():
         left_out |= set(group) - set(_with_all_together(group, together) if ALL else _covering(group, keep))
-    if not ALL:
-        files = {str(config.invocation_params.dir / argument) for argument in config.args if argument.endswith(".py")}
-        long = [item for item in items if item.get_closest_marker("long") and str(item.path) not in files]
-        long = [item for item in long if item not in left_out]
-        left_out |= set(long) - set(_drawn_of_long(long))
+    files = {str(config.invocation_params.dir / argument) for argument in config.args if argument.endswith(".py")}
+    long = [item for item in items if item.get_closest_marker("long") and str(item.path) not in files]
+    long = [item for item in long if item not in left_out]
+    left_out |= set(long) - set(_half_of_long(long) if ALL else _drawn_of_long(long))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

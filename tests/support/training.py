@@ -32,7 +32,8 @@ class Assigning(Optimizer):
 
 
 def muon(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
+    # One iteration of five: without instructions for them, a processor takes a minute for such products in bf16.
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3, ns_steps=1)
 
 
 OPTIMIZERS: dict[str, Make] = {
