@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
+from swapper.config.settings import BUCKETS_IN_POOL
 from swapper.errors import ConfigError
 from swapper.gradient.records import can_leave
 from swapper.gradient.records import needs_of as gradient_needs_of
@@ -231,8 +232,10 @@ def make_report(
     needed_bytes, pool_bytes = budget.needed_bytes, 0
     if state_stored or gradients_stored or parameters_stored:
         pool_bytes = settings.pool_bytes
-        # A config also asks for three whole buckets, though the largest of this model may be smaller.
-        needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
+        # A config also asks for three whole buckets, though the largest of this model may be smaller, and for all that
+        # may stay, though this model may have less.
+        stays_bytes = settings.offload_optimizer.resident_bytes + settings.offload_param.resident_bytes
+        needed_bytes = max(needed_bytes, BUCKETS_IN_POOL * settings.bucket_bytes + stays_bytes)
     swapped = {} if parameters is None else parameters.where()
     evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
     in_memory = [tensor for tensor in tensors_of(model) if tensor not in swapped]

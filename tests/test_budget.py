@@ -27,6 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "offload_gradient": {"device": "nvme"},
         "offload_param": {"device": "nvme"},
     },
+    "both stay in part": {
+        "offload_optimizer": {"device": "nvme", "resident_bytes": "3MiB"},
+        "offload_param": {"device": "nvme", "resident_bytes": "1MiB"},
+    },
 }
 
 
@@ -77,6 +81,20 @@ def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path
         swapper.of(optimizer).close()
     if "swapper" in vars(model):
         model.swapper.close()  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("kind", ["state that stays in part", "everything", "both stay in part"])
+def test_the_least_pool_has_room_for_all_that_may_stay(kind: str, nvme_path: Path) -> None:
+    """Where a model has less than `resident_bytes`, too: the config asks for them before it knows the model."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    needed_bytes = swapper.check(model, optimizer, config_for(nvme_path, 1 << 30, kind)).pool_needed_bytes
+    with pytest.raises(ConfigError, match="too small for 3 x bucket_bytes"):
+        config_for(nvme_path, needed_bytes - 1, kind)
+    swapper.offload(model, optimizer, config_for(nvme_path, needed_bytes, kind))
+    for each in (optimizer, model):
+        if hasattr(each, "swapper"):
+            each.swapper.close()
 
 
 @pytest.mark.parametrize("number", range(60) if EVERY else range(20) if ALL else (2, 5, 11))
