@@ -29,7 +29,7 @@ from accelerators import forget_failures, simulate
 from interrupts import interrupted_at
 from mock_cufile import COMPILER, Mock
 from programs import limits
-from sampling import ALL
+from sampling import ALL, EVERY
 from torch import nn
 from training import MasterWeights, same_bits
 
@@ -38,7 +38,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io import gds
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 
-COUNT = int(os.environ.get("SWAPPER_FAULTS") or (60 if ALL else 15))
+COUNT = int(os.environ.get("SWAPPER_FAULTS") or (60 if EVERY else 30 if ALL else 15))
 SEED = int(os.environ.get("SWAPPER_FAULTS_SEED") or 0)
 BEFORE, WINDOWS, WIDE = 2, 4, 64
 """Windows before the checkpoint, and all of them; the width of the model."""

@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
     chance = random.Random(f"{SEED} checkpoints")
     # Not: state of other shapes; what torch cannot step as DTensors.
     known = [each for each in OPTIMIZERS if each[0] not in (Across, torch.optim.Rprop)]
-    for cls, options in known * 2 if ALL else chance.sample(known, 5):
+    for cls, options in known * (1 + EVERY) if ALL else chance.sample(known, 5):
         fused_sgd = cls is torch.optim.SGD and "fused" in options
         dtype = torch.float32 if fused_sgd else chance.choice([torch.float32, torch.bfloat16])
         mesh = chance.choice(["shard", "hybrid", "columns", "tensor"])

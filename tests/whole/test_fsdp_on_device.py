@@ -20,7 +20,7 @@ import torch
 from accelerators import simulated
 from device_ranks import in_device_processes
 from mock_cufile import COMPILER, open_direct
-from sampling import ALL, SEED
+from sampling import ALL, EVERY, SEED
 from sharded_nets import (
     Case,
     Net,
@@ -137,7 +137,8 @@ def test_same_bits_as_plain_fsdp(
     nvme_path: Path, settings: str, count: int, request: pytest.FixtureRequest, leaves_nothing: None
 ) -> None:
     mock_path = request.getfixturevalue("mock_path") if COMPILER is not None else ""
-    in_device_processes(train_cases, str(nvme_path), 8 if ALL else 3, mock_path, settings=settings, count=count)
+    times = 8 if EVERY else 5 if ALL else 3
+    in_device_processes(train_cases, str(nvme_path), times, mock_path, settings=settings, count=count)
 
 
 def is_refused(rank: int, directory: str, device: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupted_at, places_of
-from sampling import ALL, SEED
+from sampling import ALL, EVERY, SEED
 from sharded_nets import (
     LAYER_BYTES,
     SIDE,
@@ -71,7 +71,7 @@ def cases(count: int, rank_count: int) -> Iterator[Case]:
             keeps_unsharded=micro_batches > 1 and chance.random() < 0.5,
             grouped=chance.random() < 0.3,
             gradients=chance.choice(["none", "nvme"]),
-            steps=10 if ALL else 4,
+            steps=10 if EVERY else 6 if ALL else 4,
         )
 
 
@@ -94,14 +94,14 @@ def train_cases(rank: int, directory: str, count: int) -> None:
 
 @pytest.mark.long
 def test_same_bits_as_plain_fsdp(nvme_path: Path, leaves_nothing: None) -> None:
-    in_processes(train_cases, str(nvme_path), 30 if ALL else 2)
+    in_processes(train_cases, str(nvme_path), 30 if EVERY else 16 if ALL else 2)
 
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 3])
 def test_same_bits_on_other_numbers_of_ranks(nvme_path: Path, count: int, leaves_nothing: None) -> None:
-    in_processes(train_cases, str(nvme_path), 12 if ALL else 4, count=count)
+    in_processes(train_cases, str(nvme_path), 12 if EVERY else 8 if ALL else 4, count=count)
 
 
 # --- What users call -------------------------------------------------------------------------------------------------
