@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from accelerators import simulated
 from programs import Action, Difference, Placement, Program, generate, generate_on_device, minimised, perform
-from sampling import ALL
+from sampling import ALL, EVERY
 
-COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or (100 if ALL else 20))
-ON_DEVICE = int(os.environ.get("SWAPPER_DEVICE_PROGRAMS") or (30 if ALL else 6))
+COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or (100 if EVERY else 60 if ALL else 20))
+ON_DEVICE = int(os.environ.get("SWAPPER_DEVICE_PROGRAMS") or (30 if EVERY else 18 if ALL else 6))
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
 WITHOUT = [name for name in os.environ.get("SWAPPER_PROGRAMS_WITHOUT", "").split(",") if name]
 
