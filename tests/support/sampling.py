@@ -1,4 +1,4 @@
-"""What runs of many equal cases: a sample that is the same each time by default, nearly all with SWAPPER_TESTS=all.
+"""What runs of many equal cases: a sample that is the same each time by default, most with SWAPPER_TESTS=all.
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
 is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
@@ -6,8 +6,7 @@ long one in five runs, all of them if their file is named.
 
 With SWAPPER_TESTS=all, where a test is the product of many options, every three options are together in a case, or
 every two; where each of many cases runs in two orders of a simulated device's work, it runs in one of them; and where a
-test takes long, half of its cases run, and each value of each option in one. All of everything is
-SWAPPER_TESTS=every.
+test takes long, half of its cases run, and each value of each option in one. All cases run with SWAPPER_TESTS=every.
 """
 
 from __future__ import annotations

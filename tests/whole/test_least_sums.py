@@ -26,7 +26,7 @@ from swapper.sizes import parse_size
 
 COUNT = 200 if EVERY else 100
 NUMBERS = sorted({*range(COUNT), 121, 186}) if ALL else (121, 186)
-DEVICE_NUMBERS = range(COUNT // 2) if ALL else (13, 19)
+DEVICE_NUMBERS = range(COUNT if EVERY else COUNT // 2) if ALL else (13, 19)
 """Of programs. By default some that found no room before steps in backward gave back what they kept."""
 
 STEPS = 3
