@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -110,7 +111,9 @@ def read_lines(descriptor: int, count: int) -> str:
 
 def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
     """One life: what is on disk is whole, and is gone on with."""
-    saved = path / "checkpoints"
+    saved, ended = path / "checkpoints", path / "ended"
+    shutil.rmtree(ended, ignore_errors=True)
+    saved.mkdir(exist_ok=True)
     found = sorted(saved.glob("step-*") if mode == "names" else saved.glob("last"), key=lambda p: int(p.name[5:] or 0))
     for each in found:
         with Checkpoint(each) as checkpoint:
@@ -134,14 +137,13 @@ def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
         swapper.save_checkpoint(saved / name, model, optimizer, {"turn": done + 1})
         os.write(writing, b"saved\n")
     assert digest(model, optimizer) == expected[-1], "the end is not that of the run without interruption"
-    for each in saved.iterdir():
-        os.system(f"rm -rf '{each}'")
+    saved.rename(ended)  # At once: a training killed in the middle of removing would leave parts of checkpoints.
+    shutil.rmtree(ended)
     os.write(writing, b"ended\n")
 
 
 def main() -> None:
     path, kills, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    (path / "checkpoints").mkdir(exist_ok=True)
     pid, reading = in_child(tell_uninterrupted)
     expected = json.loads(read_all(reading))
     os.waitpid(pid, 0)
