@@ -25,6 +25,7 @@ from swapper.metrics import Moves, Stats
 from swapper.optimizer.probe import register_elementwise
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.storage.agreement import process_group
 
 if TYPE_CHECKING:
     from swapper.hf.offloaded_cache import OffloadedCache as OffloadedCache
@@ -51,6 +52,7 @@ __all__ = [
     "materialize",
     "of",
     "offload",
+    "process_group",
     "register_elementwise",
     "save",
     "save_checkpoint",

@@ -23,7 +23,7 @@ from swapper.errors import SwapIOError, system_errors
 from swapper.io.devices import memory_advice
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle
-from swapper.storage.agreement import rank_count
+from swapper.storage.agreement import exchanged, rank_count
 from swapper.storage.buffers import BufferPool
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
@@ -472,7 +472,4 @@ def _rank() -> int:
 
 def _run_name() -> str:
     """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
-    names = [secrets.token_hex(6)]
-    if rank_count() > 1:
-        torch.distributed.broadcast_object_list(names, src=0)
-    return names[0]
+    return exchanged(secrets.token_hex(6))[0]

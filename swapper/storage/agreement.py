@@ -6,10 +6,12 @@ others how it went before any of them goes on.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +19,18 @@ import torch
 
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
 
-__all__ = ["agreed", "exchanged", "gathered_by_first", "rank_count", "rank_of_process"]
+__all__ = ["agreed", "exchanged", "gathered_by_first", "process_group", "rank_count", "rank_of_process"]
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _within = threading.local()
 """`another`: the thread is within `agreed`."""
+_ranks: ContextVar[tuple[Any, list[int]] | None] = ContextVar("_ranks", default=None)
+"""The process group that `process_group` was given, and its members' ranks; None: all processes."""
+
+WARN_AFTER_S = 30.0
+"""How long a rank waits for the others before it says so."""
 
 
 @dataclass(frozen=True)
@@ -31,30 +40,76 @@ class _Verdict:
     error: Exception | None
 
 
+@contextmanager
+def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
+    """Make calls of swapper together with the processes of `group`, in place of all of `torch.distributed`.
+
+    Some calls wait for each other's processes, so that what fails on one is raised on all: the first use of a config
+    with "nvme" in it, all of what is sharded, and checkpoints that ranks save or load together. Where not all processes
+    of the default group make them, those that do make them within this:
+
+        with swapper.process_group(trainers):
+            swapper.offload(model, optimizer, config)
+
+    So with `offload`, `wrap_optimizer`, `from_pretrained`, `step`, `load_state_dict`, `save_checkpoint`,
+    `load_checkpoint`. It holds in this thread.
+
+    Args:
+        group: of `torch.distributed.new_group` or a mesh, with this process; None for this process alone.
+
+    Raises:
+        ConfigError: this process is not in `group`.
+    """
+    given: object = group
+    if given is not None and given is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("process_group: this process is not in the group; leave the calls to those that are")
+    members = [_rank()] if group is None else torch.distributed.get_process_group_ranks(group)
+    before = _ranks.set((group, members))
+    try:
+        yield
+    finally:
+        _ranks.reset(before)
+
+
+def _members() -> tuple[Any, list[int]]:
+    """The group that calls are made in, and its ranks in the default group."""
+    count = torch.distributed.get_world_size() if _is_distributed() else 1
+    return _ranks.get() or (None, list(range(count)))
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
 def rank_count() -> int:
-    """The number of processes of `torch.distributed`; 1 if it is not initialized."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
+    """The number of processes of the group; 1 if `torch.distributed` is not initialized."""
+    return len(_members()[1])
 
 
 def rank_of_process() -> int:
-    """The rank of this process in `torch.distributed`; 0 if it is not initialized."""
-    return torch.distributed.get_rank() if rank_count() > 1 else 0
+    """The rank of this process in the group; 0 if `torch.distributed` is not initialized."""
+    return _members()[1].index(_rank())
 
 
 def exchanged(value: _T) -> list[_T]:
-    """What each rank has given, in the order of ranks. Collective, over all processes. Pickled.
+    """What each rank has given, in the order of ranks. Collective, over the processes of the group. Pickled.
 
     Raises:
         SwapError: some ranks are within another call.
     """
-    if rank_count() == 1:
+    group, members = _members()
+    if len(members) == 1:
         return [value]
-    values: list[Any] = [None] * rank_count()
-    torch.distributed.all_gather_object(values, value)
+    values: list[Any] = [None] * len(members)
+    with _telling_of_long_waits():
+        torch.distributed.all_gather_object(values, value, group)
     at_verdict = [isinstance(each, _Verdict) for each in values]
     if any(at_verdict) and not all(at_verdict):
-        there = [rank for rank, is_there in enumerate(at_verdict) if is_there]
+        there = [rank for rank, is_there in zip(members, at_verdict, strict=True) if is_there]
         raise SwapError(
             f"ranks {there} are within another call of swapper than the others: all ranks must make the same calls in "
             "the same order, with the same settings"
@@ -64,17 +119,44 @@ def exchanged(value: _T) -> list[_T]:
 
 def gathered_by_first(value: _T) -> list[_T]:
     """As `exchanged` on rank 0, and empty on the others."""
-    if rank_count() == 1:
+    group, members = _members()
+    if len(members) == 1:
         return [value]
-    is_first = torch.distributed.get_rank() == 0
-    values: list[Any] | None = [None] * rank_count() if is_first else None
-    torch.distributed.gather_object(value, values)
+    values: list[Any] | None = [None] * len(members) if _rank() == members[0] else None
+    with _telling_of_long_waits():
+        torch.distributed.gather_object(value, values, members[0], group)
     return values or []
 
 
 @contextmanager
+def _telling_of_long_waits() -> Iterator[None]:
+    if not threading.main_thread().is_alive():  # The program's end, which starts no threads.
+        yield
+        return
+    members = _members()[1]
+    timer = threading.Timer(
+        WARN_AFTER_S,
+        log.warning,
+        (
+            "rank %d has waited %.0f s for the other ranks of %s to make the same call of swapper; if some of them "
+            "never do, make it within swapper.process_group(group) of those that do",
+            _rank(),
+            WARN_AFTER_S,
+            members if len(members) <= 16 else f"all {len(members)}",
+        ),
+    )
+    timer.daemon = True  # Ctrl-C ends a program that waits.
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+@contextmanager
 def agreed(together: bool = True) -> Iterator[None]:
-    """Do what is within on all ranks, and find at its end that it succeeded on all. Collective, over all processes.
+    """Do what is within on all ranks, and find at its end that it succeeded on all. Collective, over the group.
 
     What is within may have collectives of its own only where no rank can have failed before. Within another `agreed`
     nothing is asked: that one finds out.
@@ -105,7 +187,7 @@ def agreed(together: bool = True) -> Iterator[None]:
         raise mismatch from failure
     if failure is not None:
         raise failure
-    for rank, verdict in enumerate(verdicts):
+    for rank, verdict in zip(_members()[1], verdicts, strict=True):
         if verdict.error is not None:
             raise _as_raised_here(verdict.error, rank) from verdict.error
 
