@@ -10,7 +10,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -58,12 +58,18 @@ def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None
         group: of `torch.distributed.new_group` or a mesh, with this process; None for this process alone.
 
     Raises:
-        ConfigError: this process is not in `group`.
+        ConfigError: this process is not in `group`; or that is no group, or one that was destroyed.
     """
     given: object = group
     if given is not None and given is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("process_group: this process is not in the group; leave the calls to those that are")
-    members = [_rank()] if group is None else torch.distributed.get_process_group_ranks(group)
+    try:
+        members = [_rank()] if group is None else torch.distributed.get_process_group_ranks(group)
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"process_group: {group!r} is no process group of this program, or was destroyed; give one of "
+            "torch.distributed.new_group or mesh.get_group(), or None for this process alone"
+        ) from None
     before = _ranks.set((group, members))
     try:
         yield
@@ -91,8 +97,10 @@ def rank_count() -> int:
 
 
 def rank_of_process() -> int:
-    """The rank of this process in the group; 0 if `torch.distributed` is not initialized."""
-    return _members()[1].index(_rank())
+    """The rank of this process in the group; 0 if it is alone, or `torch.distributed` is not initialized."""
+    members = _members()[1]
+    # One alone stays so, though `torch.distributed` begins or ends meanwhile.
+    return members.index(_rank()) if len(members) > 1 else 0
 
 
 def exchanged(value: _T) -> list[_T]:
@@ -146,12 +154,14 @@ def _telling_of_long_waits() -> Iterator[None]:
         ),
     )
     timer.daemon = True  # Ctrl-C ends a program that waits.
-    timer.start()
+    with suppress(RuntimeError):  # The system has no more threads. Who raised now would leave the others waiting.
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from sharded_nets import in_processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import swapper
 from swapper.storage import agreement
@@ -117,9 +120,8 @@ def be_late(rank: int) -> None:
     agreement.log.addHandler(Kept())
     agreement.WARN_AFTER_S = 0.1
     if rank:
-        dist.distributed_c10d._get_default_store().wait(
-            ["said"], timedelta(minutes=1)
-        )  # Rank 0 has said that it waits.
+        # Until rank 0 has said that it waits.
+        dist.distributed_c10d._get_default_store().wait(["said"], timedelta(minutes=1))
         agreement.WARN_AFTER_S = 3600.0
     assert exchanged(rank) == [0, 1]
     told: Any = exchanged(said)[0]
@@ -130,6 +132,38 @@ def test_who_waits_long_says_for_whom() -> None:
     in_processes(be_late)
 
 
+@pytest.fixture
+def one_of_three() -> Iterator[None]:
+    """This process is rank 1, and whatever it asks the others they say what it says."""
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
 def test_without_torch_distributed() -> None:
     with swapper.process_group(None):
         assert (rank_count(), rank_of_process(), exchanged(3)) == (1, 0, [3])
+
+
+def test_one_alone_stays_so_when_torch_distributed_begins(request: pytest.FixtureRequest) -> None:
+    with swapper.process_group(None):
+        request.getfixturevalue("one_of_three")
+        assert (rank_count(), rank_of_process(), exchanged(3)) == (1, 0, [3])
+    assert (rank_count(), rank_of_process(), exchanged(3)) == (3, 1, [3, 3, 3])
+
+
+@pytest.mark.parametrize("wrong", ["destroyed", "gloo", [0, 1]], ids=str)
+def test_what_is_no_group_is_refused_by_name(wrong: Any, one_of_three: None) -> None:
+    if wrong == "destroyed":
+        wrong = dist.new_group([0, 1])
+        dist.destroy_process_group(wrong)
+    with pytest.raises(swapper.ConfigError, match="is no process group of this program, or was destroyed"):
+        swapper.process_group(wrong).__enter__()
+
+
+def test_ranks_agree_where_the_system_has_no_more_threads(one_of_three: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert exchanged(3) == [3, 3, 3]
