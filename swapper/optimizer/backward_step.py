@@ -34,6 +34,7 @@ from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.records import Prefetcher
 from swapper.optimizer.segments import Bucket, OptimizerParameter, grouped
 from swapper.optimizer.stepper import Stepper
+from swapper.storage.agreement import rank_count
 from swapper.storage.backward_agreement import raised_by_all
 from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted_gradients import (
@@ -374,14 +375,13 @@ class BackwardSteps:
 
     def _refuse(self, optimizer: Optimizer) -> None:
         refuse_in_graph(self._plan.device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes = torch.distributed.get_world_size()
-            # FSDP2 says when a gradient is reduced: see `Arrivals`.
-            if processes > 1 and not all(is_sharded(p) for p in parameters_of(optimizer) if p.requires_grad):
-                raise ConfigError(
-                    f"{CANNOT_GO_WITH} DistributedDataParallel: {processes} processes train together, and a gradient "
-                    "is averaged only after it has arrived; use step_in_backward: false"
-                )
+        processes = rank_count()
+        # FSDP2 says when a gradient is reduced: see `Arrivals`.
+        if processes > 1 and not all(is_sharded(p) for p in parameters_of(optimizer) if p.requires_grad):
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} DistributedDataParallel: {processes} processes train together, and a gradient "
+                "is averaged only after it has arrived; use step_in_backward: false"
+            )
         if optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
             raise ConfigError(
                 f"{CANNOT_GO_WITH} step pre-hooks, which would run after the step; use step_in_backward: false, or a "

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,11 +26,16 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _within = threading.local()
 """`another`: the thread is within `agreed`."""
-_ranks: ContextVar[tuple[Any, list[int]] | None] = ContextVar("_ranks", default=None)
-"""The process group that `process_group` was given, and its members' ranks; None: all processes."""
+_ranks: tuple[Any, list[int]] | None = None
+"""The process group that `process_group` was given, and its members' ranks; None: all processes. Of all threads, as
+autograd's on a device agree too."""
 
 WARN_AFTER_S = 30.0
 """How long a rank waits for the others before it says so."""
+
+_waits: dict[int, float] = {}
+"""The threads that wait for other ranks and have not said so yet, and since when."""
+_watcher: threading.Thread | None = None
 
 
 @dataclass(frozen=True)
@@ -51,36 +56,38 @@ def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None
         with swapper.process_group(trainers):
             swapper.offload(model, optimizer, config)
 
-    So with `offload`, `wrap_optimizer`, `from_pretrained`, `step`, `load_state_dict`, `save_checkpoint`,
-    `load_checkpoint`. It holds in this thread.
+    So with `offload`, `wrap_optimizer`, `from_pretrained`, `backward`, `step`, clipping, `load_state_dict`,
+    `save_checkpoint`, `load_checkpoint`. It holds in all threads of the process.
 
     Args:
-        group: of `torch.distributed.new_group` or a mesh, with this process; None for this process alone.
+        group: of `torch.distributed.new_group` or a mesh, with this process; None is the default group. One of this
+            process alone is `torch.distributed.new_group([rank], use_local_synchronization=True)`.
 
     Raises:
         ConfigError: this process is not in `group`; or that is no group, or one that was destroyed.
     """
+    global _ranks
     given: object = group
     if given is not None and given is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("process_group: this process is not in the group; leave the calls to those that are")
     try:
-        members = [_rank()] if group is None else torch.distributed.get_process_group_ranks(group)
+        ranks = None if group is None else (group, torch.distributed.get_process_group_ranks(group))
     except (KeyError, TypeError):
         raise ConfigError(
             f"process_group: {group!r} is no process group of this program, or was destroyed; give one of "
-            "torch.distributed.new_group or mesh.get_group(), or None for this process alone"
+            "torch.distributed.new_group or mesh.get_group(), or None for the default group"
         ) from None
-    before = _ranks.set((group, members))
+    before, _ranks = _ranks, ranks
     try:
         yield
     finally:
-        _ranks.reset(before)
+        _ranks = before
 
 
 def _members() -> tuple[Any, list[int]]:
     """The group that calls are made in, and its ranks in the default group."""
     count = torch.distributed.get_world_size() if _is_distributed() else 1
-    return _ranks.get() or (None, list(range(count)))
+    return _ranks or (None, list(range(count)))
 
 
 def _is_distributed() -> bool:
@@ -138,30 +145,33 @@ def gathered_by_first(value: _T) -> list[_T]:
 
 @contextmanager
 def _telling_of_long_waits() -> Iterator[None]:
-    if not threading.main_thread().is_alive():  # The program's end, which starts no threads.
-        yield
-        return
-    members = _members()[1]
-    timer = threading.Timer(
-        WARN_AFTER_S,
-        log.warning,
-        (
-            "rank %d has waited %.0f s for the other ranks of %s to make the same call of swapper; if some of them "
-            "never do, make it within swapper.process_group(group) of those that do",
-            _rank(),
-            WARN_AFTER_S,
-            members if len(members) <= 16 else f"all {len(members)}",
-        ),
-    )
-    timer.daemon = True  # Ctrl-C ends a program that waits.
-    with suppress(RuntimeError):  # The system has no more threads. Who raised now would leave the others waiting.
-        timer.start()
+    global _watcher
+    thread = threading.get_ident()
+    _waits[thread] = time.monotonic()
+    if _watcher is None or not _watcher.is_alive():  # The first time; and in a fork, which has no threads.
+        _watcher = threading.Thread(target=_watch, name="swapper-waits", daemon=True)
+        with suppress(RuntimeError):  # There are no more threads. Who raised now would leave the others waiting.
+            _watcher.start()
     try:
         yield
     finally:
-        timer.cancel()
-        if timer.ident is not None:
-            timer.join()
+        _waits.pop(thread, None)
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(WARN_AFTER_S / 4)
+        for thread, since in list(_waits.items()):
+            if (waited_s := time.monotonic() - since) > WARN_AFTER_S:
+                _waits.pop(thread, None)  # It says so once.
+                members = _members()[1]
+                log.warning(
+                    "rank %d has waited %.0f s for the other ranks of %s to make the same call of swapper; if some of "
+                    "them never do, make it within swapper.process_group(group) of those that do",
+                    _rank(),
+                    waited_s,
+                    members if len(members) <= 16 else f"all {len(members)}",
+                )
 
 
 @contextmanager

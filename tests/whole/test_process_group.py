@@ -78,6 +78,12 @@ def fail_on(rank: int) -> None:
             raise ValueError("of this rank")
 
 
+def alone(rank: int) -> dist.ProcessGroup:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def train_some(rank: int, directory: str) -> None:
     assert swapper.process_group is agreement.process_group
     group = dist.new_group(MEMBERS)
@@ -93,13 +99,15 @@ def train_some(rank: int, directory: str) -> None:
             assert rank == 2 or str(caught.value) == "on rank 2: ValueError: of this rank"
             with pytest.raises(swapper.SwapError, match=r"ranks \[2\] are within another call"):
                 fail_on(0) if rank == 2 else exchanged(None)
-            with swapper.process_group(None):  # Of them one alone.
+            with swapper.process_group(alone(rank)):
                 assert (rank_count(), rank_of_process(), exchanged(rank)) == (1, 0, [rank])
             assert exchanged(rank) == MEMBERS
+            with swapper.process_group(None):
+                assert (rank_count(), rank_of_process()) == (3, rank)
     else:
         with pytest.raises(swapper.ConfigError, match="this process is not in the group"), swapper.process_group(group):
             pass
-        with swapper.process_group(None):  # What is not sharded, beside them.
+        with swapper.process_group(alone(rank)):  # What is not sharded, beside them.
             check_training(nvme, False, Path(directory) / "alone")
     assert exchanged(rank) == [0, 1, 2]
     assert not list(Path(nvme).glob("swapper-*"))
@@ -145,11 +153,14 @@ def test_without_torch_distributed() -> None:
         assert (rank_count(), rank_of_process(), exchanged(3)) == (1, 0, [3])
 
 
-def test_one_alone_stays_so_when_torch_distributed_begins(request: pytest.FixtureRequest) -> None:
-    with swapper.process_group(None):
-        request.getfixturevalue("one_of_three")
-        assert (rank_count(), rank_of_process(), exchanged(3)) == (1, 0, [3])
-    assert (rank_count(), rank_of_process(), exchanged(3)) == (3, 1, [3, 3, 3])
+def test_other_threads_are_in_the_group_too(one_of_three: None) -> None:
+    """Autograd's on a device agree."""
+    found: list[int] = []
+    with swapper.process_group(dist.new_group([1, 2])):
+        thread = threading.Thread(target=lambda: found.append(rank_count()))
+        thread.start()
+        thread.join()
+    assert [*found, rank_count()] == [2, 3]
 
 
 @pytest.mark.parametrize("wrong", ["destroyed", "gloo", [0, 1]], ids=str)
@@ -165,5 +176,6 @@ def test_ranks_agree_where_the_system_has_no_more_threads(one_of_three: None, mo
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(agreement, "_watcher", None)
     monkeypatch.setattr(threading.Thread, "start", fails)
     assert exchanged(3) == [3, 3, 3]
