@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,12 +19,13 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.gradient.swapper import GradientSwapper
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import swapper_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
-__all__ = ["prepare", "swap", "swap_clipping"]
+__all__ = ["prepare", "swap"]
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 """Kinds of `DistributedType` under which a process has whole parameters, and clips by torch's own functions."""
@@ -67,20 +69,22 @@ def prepare(
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
-    swap(model, optimizers, as_config(config))
-    swap_clipping(accelerator, optimizers)
+    swap(accelerator, model, optimizers, as_config(config))
     return tuple(accelerator.prepare(model, *optimizers, *others))
 
 
-def swap(model: torch.nn.Module, optimizers: Iterable[Any], settings: OffloadConfig) -> None:
-    """Offload `model` and those of the optimizers that are not offloaded yet; accelerate may have prepared them."""
-    new = [inner for inner in map(_innermost, optimizers) if swapper_of(inner) is None]
-    if not new:
-        return
-    former = vars(model).get("swapper")
-    if isinstance(former, ParameterSwapper) and former.made_with == settings:
-        settings = former.made_with  # An equal config: with the same object they share its pool.
-    offload(model, new, settings)
+def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[Any], settings: OffloadConfig) -> None:
+    """Offload `model` and those of the optimizers that are not offloaded yet; accelerate may have prepared them.
+
+    What `accelerator` does with them later leaves on the drive what is there.
+    """
+    if new := [inner for inner in map(_innermost, optimizers) if swapper_of(inner) is None]:
+        former = vars(model).get("swapper")
+        if isinstance(former, ParameterSwapper) and former.made_with == settings:
+            settings = former.made_with  # An equal config: with the same object they share its pool.
+        offload(model, new, settings)
+    _swap_clipping(accelerator, optimizers)
+    _synchronize_one_at_a_time(accelerator)
 
 
 def _innermost(optimizer: Any) -> Optimizer:
@@ -91,7 +95,7 @@ def _innermost(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
+def _swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
     """Let `clip_grad_norm_` and `clip_grad_value_` of an Accelerator leave gradients that are evicted where they are.
 
     Set on the object: both the Trainer and loops of users call them there. Of several swappers that evict gradients
@@ -105,6 +109,27 @@ def swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
     known = weakref.WeakSet(map(_innermost, optimizers))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         setattr(accelerator, name, partial(_clip, accelerator, getattr(accelerator, name), known))
+
+
+def _synchronize_one_at_a_time(accelerator: Accelerator) -> None:
+    """Let `prepare` put models that are evicted into `DistributedDataParallel` without having all of them in memory."""
+    plain = accelerator.prepare_model
+    if not (isinstance(plain, partial) and plain.func is _prepare_model):
+        accelerator.prepare_model = partial(_prepare_model, accelerator, plain)
+
+
+def _prepare_model(
+    accelerator: Accelerator, plain: Callable[..., Any], model: torch.nn.Module, *args: Any, **named: Any
+) -> Any:
+    former = accelerator.ddp_handler
+    accelerator.ddp_handler = SimpleNamespace(  # Asked just before and after the constructor is called.
+        to_kwargs=lambda: ddp_arguments(model, {} if former is None else former.to_kwargs()),
+        register_comm_hook=lambda wrapped: None if former is None else former.register_comm_hook(wrapped),
+    )
+    try:
+        return plain(model, *args, **named)
+    finally:
+        accelerator.ddp_handler = former
 
 
 def _clip(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from swapper.api.arguments import ConfigLike, as_config
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.hf.accelerator import swap, swap_clipping
+from swapper.hf.accelerator import swap
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -125,8 +125,7 @@ class SwapCallback(TrainerCallback):
     def _swap(self, trainer: Trainer) -> None:
         if trainer.optimizer is not None and trainer.model is not None:
             settings = next(settings for reference, settings in self._followed if reference() is trainer)
-            swap(trainer.model, [trainer.optimizer], settings)
-            swap_clipping(trainer.accelerator, [trainer.optimizer])
+            swap(trainer.accelerator, trainer.model, [trainer.optimizer], settings)
 
 
 def _mapping_files() -> AbstractContextManager[Any]:

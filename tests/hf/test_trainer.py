@@ -23,6 +23,7 @@ from launcher import run_program
 from peft import LoraConfig, get_peft_model
 from ranks import in_processes
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from twins import small_records
 
 import swapper
 from swapper.hf import SwapCallback, SwapTrainer, prepare
@@ -564,3 +565,34 @@ def train_on_ranks(rank: int, tmp_path: Path, sections: str) -> None:
 def test_data_parallel_training_has_the_bits_of_the_plain_run(tmp_path: Path, sections: str) -> None:
     (tmp_path / "drive").mkdir()
     in_processes(train_on_ranks, tmp_path, sections)
+
+
+def train_more_than_the_pool_holds(rank: int, tmp_path: Path) -> None:
+    """DDP makes models alike that begin otherwise on each rank, and has all parameters in memory for that."""
+    transformers.utils.logging.set_verbosity_error()
+    settings = swapper.OffloadConfig(
+        nvme_path=tmp_path / "drive", pool_bytes="1MiB", bucket_bytes="32KiB", **EVERYTHING
+    )
+
+    def model() -> Any:
+        made = llama()
+        with torch.no_grad():
+            for p in made.parameters():
+                p.add_(0.01 * rank)
+        return made
+
+    options = {"ddp_backend": "gloo", "max_steps": 2}
+    plain = trainer(tmp_path / "plain", model=model(), **options)
+    plain.train()
+    with small_records():
+        swapped = trainer(tmp_path / "swapped", model=model(), callbacks=[SwapCallback(settings)], **options)
+        swapped.train()
+    assert sum(p.nbytes for p in swapped.model.parameters()) > 1 << 20
+    assert_same(swapped, plain)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_replicas_of_a_model_that_the_pool_does_not_hold(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    in_processes(train_more_than_the_pool_holds, tmp_path)
