@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, show
 from swapper.files.saving import PendingSave
 from swapper.storage.agreement import agreed
 from swapper.tensors.evicted_views import EvictedView
@@ -146,18 +146,26 @@ class Directories:
     # --- Loading ---------------------------------------------------------------------------------------------------
 
     def load(
-        self, directory: str | os.PathLike[str], annex: str | None = None, *, together: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module | None,
+        annex: str | None = None,
+        *,
+        together: bool = False,
     ) -> dict[str, Any]:
         """Lightning's checkpoint, with tensors of the model that are read when they are used.
 
         Args:
+            model: that the checkpoint is for.
             annex: a directory that its annexes may be in now.
             together: all ranks load what is loaded from it.
         """
         self.saving.wait()
         self.close()
         self._open = OpenCheckpoint(directory, () if annex is None else annex, together=together)
-        return _lightnings(self._open)
+        checkpoint = _lightnings(self._open)
+        _warn_of_other_hyper_parameters(directory, checkpoint, model)
+        return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:
         """Load the model from its files.
@@ -227,6 +235,25 @@ def _lightnings(opened: OpenCheckpoint) -> dict[str, Any]:
     if opened.optimizers:
         checkpoint[OPTIMIZER_STATES] = [_NoState(state={}, param_groups=[]) for _ in range(opened.optimizers)]
     return checkpoint
+
+
+def _warn_of_other_hyper_parameters(
+    directory: str | os.PathLike[str], checkpoint: Mapping[str, Any], model: torch.nn.Module | None
+) -> None:
+    """Say that LightningCLI has made `model` with others: it takes those of a file, and does not look for ours."""
+    own: Mapping[str, Any] = getattr(model, "hparams", {})
+    if "_instantiator" not in own:
+        return  # It was not made by LightningCLI.
+    key: str = getattr(model, "CHECKPOINT_HYPER_PARAMS_KEY")  # noqa: B009  # Which torch's modules lack.
+    saved = checkpoint.get(key, {})
+    others = {name: show(value) for name, value in saved.items() if repr(own.get(name)) != repr(value)}
+    if others:
+        log.warning(
+            "%s was saved with other hyperparameters than LightningCLI has made the model with, which takes those of a "
+            "checkpoint from a file only; if they are to be as saved, give them again, with --config or --model: %s",
+            os.fspath(directory),
+            ", ".join(f"{name} {value}, here {show(own.get(name))}" for name, value in others.items()),
+        )
 
 
 def load_from_checkpoint(

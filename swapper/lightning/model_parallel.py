@@ -166,7 +166,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         if not self.broadcast(is_checkpoint(path)):
             return super(Swapping, self).load_checkpoint(path, weights_only)
         with agreed():  # Else those that can open it would wait for one that cannot.
-            return self._directories.load(path, self._annex, together=True)
+            return self._directories.load(path, self.lightning_module, self._annex, together=True)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -271,7 +271,9 @@ class Swapping(SwappingStrategy, Strategy):
         is_directory = self._is_directory(checkpoint_path)
         with agreed(self._loads_together):
             if is_directory:
-                return self._directories.load(checkpoint_path, self._annex, together=self._loads_together)
+                return self._directories.load(
+                    checkpoint_path, self.lightning_module, self._annex, together=self._loads_together
+                )
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

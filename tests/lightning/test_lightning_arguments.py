@@ -260,6 +260,53 @@ def test_the_command_line_gives_all_defaults_and_the_accumulation_is_the_trainer
     assert cli.trainer.strategy._settings.gradient_accumulation_steps == 2
 
 
+class Sized(Net):
+    """Its hyperparameters are saved."""
+
+    def __init__(self, width: int = 64, rate: float = 1e-2) -> None:
+        super().__init__(lambda parameters: torch.optim.SGD(parameters, lr=rate), width=width)
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return loader(4)
+
+    def val_dataloader(self) -> Any:
+        return loader(4)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["directory", "full"])
+def test_the_command_line_takes_hyper_parameters_of_files_and_says_where_those_of_a_directory_differ(
+    checkpoint_format: str, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_of(nvme_path)))
+
+    def call(name: str, *arguments: str) -> L.LightningModule:
+        strategy = {"class_path": "swapper.lightning.SwapStrategy"}
+        strategy["init_args"] = {"config": str(file), "checkpoint_format": checkpoint_format}  # type: ignore[assignment]
+        defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 1, "strategy": strategy}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(tmp_path)}
+        options: dict[str, Any] = {"save_config_callback": None, "trainer_defaults": defaults | quiet}
+        caplog.clear()
+        with caplog.at_level("WARNING", "swapper"):
+            cli = LightningCLI(Sized, args=[name, *arguments], seed_everything_default=False, **options)
+        saved.append(cli.trainer.checkpoint_callback.best_model_path)
+        return cli.model
+
+    saved: list[str] = []
+    call("fit", "--model.width=32", "--model.rate=0.5")
+    path = f"--ckpt_path={saved[0]}"
+    model = call("validate", path, "--model.width=32")
+    if checkpoint_format == "full":
+        assert model.hparams["rate"] == 0.5
+        assert not caplog.text
+    else:
+        assert model.hparams["rate"] == 1e-2
+        assert "rate 0.5, here 0.01" in caplog.text and "width" not in caplog.text
+        call("validate", path, "--model.width=32", "--model.rate=0.5")
+        assert not caplog.text
+
+
 def test_the_command_line_and_a_file_have_ranks_save_together(nvme_path: Path, tmp_path: Path) -> None:
     given = {"config": config_of(nvme_path), "together": True, "annex": "drive"}
     config = {"class_path": "swapper.lightning.SwapDDPStrategy", "init_args": given}
