@@ -124,6 +124,13 @@ class Swapping(SwappingStrategy, Strategy):
         keep_last = self.offload_config.checkpoint.keep_last
         if keep_last is not None and not self._prunes:
             log.warning("checkpoint.keep_last: %d has no effect: the ModelCheckpoint decides what is kept", keep_last)
+        uploading = [type(logger).__name__ for logger in trainer.loggers if getattr(logger, "_log_model", False)]
+        if uploading and not self._prunes and self.checkpoint_format == "directory":
+            log.warning(
+                "log_model of %s has no effect: it takes checkpoints that are files, and these are directories; use "
+                "checkpoint_format='full'",
+                ", ".join(uploading),
+            )
         self._settings = self._settings_for(trainer)
         self._swap()
 

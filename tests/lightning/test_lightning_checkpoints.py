@@ -19,6 +19,8 @@ import pytest
 import torch
 from launcher import run_program
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.utilities import _scan_checkpoints
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_runs import (
     IGNORED_WARNINGS,
@@ -216,6 +218,42 @@ def test_model_checkpoint_decides_what_is_kept(
     for name in ("a.ckpt", "b.ckpt"):
         trainer.save_checkpoint(tmp_path / "pruned" / name)
     assert os.listdir(tmp_path / "pruned") == ["b.ckpt"]
+
+
+class Uploading(Logger):
+    """Takes checkpoints as those loggers of Lightning do that upload them."""
+
+    name, version = "uploading", "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log_model = True
+        self.uploaded: list[str] = []
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        self.uploaded += [Path(path).name for _, path, *_ in _scan_checkpoints(checkpoint_callback, {})]
+
+
+@pytest.mark.parametrize("format", ["directory", "full"])
+def test_loggers_upload_files_and_it_is_said_of_directories(
+    format: str, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep, logger = ModelCheckpoint(tmp_path / "kept", filename="one"), Uploading()
+    with caplog.at_level("WARNING", "swapper"):
+        fit(
+            strategy_of(nvme_path, format=format),
+            logger=logger,
+            max_epochs=1,
+            callbacks=[keep],
+            enable_checkpointing=True,
+        )
+    assert os.listdir(tmp_path / "kept") == ["one.ckpt"]
+    assert logger.uploaded == (["one.ckpt"] if format == "full" else [])
+    assert ("log_model of Uploading has no effect" in caplog.text) == (format == "directory")
 
 
 def test_a_checkpoint_with_files_of_others_is_not_removed(
