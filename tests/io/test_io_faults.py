@@ -338,6 +338,7 @@ def test_the_end_of_a_transfer_does_not_wait_for_a_full_queue_of_later_ones(subj
         contents = random_bytes(64 * BLOCK)
         (tmp_path / "file").write_bytes(contents.numpy().tobytes())
         with handle.open(tmp_path / "file") as file:
+
             def read_beside(first_blocks: int) -> bool:
                 """Read so many blocks, and others after them; True if the others were held back until then."""
                 target = torch.zeros_like(contents)
