@@ -10,6 +10,7 @@ import logging
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _within = threading.local()
 _ranks: tuple[Any, list[int]] | None = None
 """The process group that `process_group` was given, and its members' ranks; None: all processes. Of all threads, as
 autograd's on a device agree too."""
+
+_gloos: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Of each default group, which is another after `destroy_process_group` and `init_process_group`."""
 
 WARN_AFTER_S = 30.0
 """How long a rank waits for the others before it says so."""
@@ -85,9 +89,49 @@ def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None
 
 
 def _members() -> tuple[Any, list[int]]:
-    """The group that calls are made in, and its ranks in the default group."""
+    """The group that calls are made in, None for all processes, and its ranks in the default group."""
     count = torch.distributed.get_world_size() if _is_distributed() else 1
     return _ranks or (None, list(range(count)))
+
+
+def _all_gathered(value: _T, group: Any, count: int) -> list[_T]:
+    """As `torch.distributed.all_gather_object`. None of the group: of all processes."""
+    values: list[Any] = [None] * count
+    gloo = _gloo_of_all() if group is None else None
+    if gloo is None:
+        torch.distributed.all_gather_object(values, value, group)
+        return values
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in values]
+    gloo.allgather([lengths], [torch.tensor([data.numel()], dtype=torch.int64, device="cpu")]).wait()
+    longest = max(map(int, lengths))
+    given = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    given[: data.numel()] = data
+    found = [torch.empty_like(given) for _ in values]
+    gloo.allgather([found], [given]).wait()
+    return [pickle.loads(each[: int(length)].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
+
+
+def _gloo_of_all() -> Any:
+    """Connections of all processes that nobody else uses; None if the default group has no gloo.
+
+    `torch.distributed.checkpoint.async_save` has collectives in the default group, in its thread, while the training
+    goes on. No `new_group`, whose name has the number of groups that a rank has made: not all have made as many.
+    """
+    default: Any = torch.distributed.group.WORLD
+    if (known := _gloos.get(default)) is not None:
+        return known
+    try:
+        backend = default._get_backend(torch.device("cpu"))
+    except RuntimeError:  # It is of devices alone.
+        return None
+    if backend.name() != "gloo":
+        return None
+    c10d: Any = torch.distributed.distributed_c10d
+    store = c10d.PrefixStore("swapper", c10d._get_default_store())
+    timeout = getattr(getattr(backend, "options", None), "_timeout", c10d.default_pg_timeout)
+    gloo = _gloos[default] = c10d.ProcessGroupGloo(store, default.rank(), default.size(), timeout)
+    return gloo
 
 
 def _is_distributed() -> bool:
@@ -119,9 +163,8 @@ def exchanged(value: _T) -> list[_T]:
     group, members = _members()
     if len(members) == 1:
         return [value]
-    values: list[Any] = [None] * len(members)
     with _telling_of_long_waits():
-        torch.distributed.all_gather_object(values, value, group)
+        values = _all_gathered(value, group, len(members))
     at_verdict = [isinstance(each, _Verdict) for each in values]
     if any(at_verdict) and not all(at_verdict):
         there = [rank for rank, is_there in zip(members, at_verdict, strict=True) if is_there]

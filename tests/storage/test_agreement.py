@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from sharded_nets import in_processes
+import gc
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from sharded_nets import in_processes
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import swapper
 from swapper.errors import SwapError
-from swapper.storage.agreement import agreed, exchanged
+from swapper.storage.agreement import _gloos, agreed, exchanged
 
 
 def be_apart(rank: int) -> None:
@@ -29,3 +38,48 @@ def be_apart(rank: int) -> None:
 
 def test_ranks_that_make_different_calls_are_told() -> None:
     in_processes(be_apart)
+
+
+def save_beside_steps(rank: int, directory: str) -> None:
+    nets, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(*(nn.Linear(90, 90) for _ in range(4))))
+        fully_shard(nets[-1])
+        optimizers.append(torch.optim.AdamW(nets[-1].parameters()))
+    nvme = {"device": "nvme"}
+    config = {"nvme_path": directory, "pool_bytes": "8MiB", "offload_optimizer": nvme, "offload_param": nvme}
+    swapper.offload(nets[1], optimizers[1], config)
+    for turn in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net(torch.full((2, 90), float(rank))).square().sum().backward()
+            model, state = get_state_dict(net, optimizer)
+            saving = dcp.async_save({"model": model, "state": state}, checkpoint_id=f"{directory}/saved-{turn}")
+            for _ in range(3):  # Each has collectives, and so has the thread that saves.
+                optimizer.step()
+            saving.result()  # type: ignore[union-attr]
+            optimizer.zero_grad()
+    for plain, swapped in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(plain.to_local(), swapped.to_local())  # type: ignore[operator]
+    swapper.of(optimizers[1]).close()
+    nets[1].swapper.close()  # type: ignore[operator, union-attr]
+
+
+def test_ranks_agree_while_dcp_saves_in_the_default_group(tmp_path: Path) -> None:
+    in_processes(save_beside_steps, str(tmp_path))
+
+
+def begin_again(rank: int) -> None:
+    store = torch.distributed.distributed_c10d._get_default_store()
+    for turn in range(3):
+        assert exchanged(rank) == [0, 1]
+        gc.collect()
+        assert len(_gloos) == 1
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group(
+            "gloo", rank=rank, world_size=2, store=torch.distributed.PrefixStore(f"again-{turn}", store)
+        )
+
+
+def test_another_default_group_has_another_of_all() -> None:
+    in_processes(begin_again)

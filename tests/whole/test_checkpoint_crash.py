@@ -12,7 +12,7 @@ import pytest
 from sampling import ALL
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "crash.py"
-KILLS = int(os.environ.get("SWAPPER_KILLS") or (200 if ALL else 24))
+KILLS = int(os.environ.get("SWAPPER_KILLS") or (100 if ALL else 24))
 
 
 @pytest.mark.long

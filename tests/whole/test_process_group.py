@@ -125,8 +125,10 @@ def be_late(rank: int) -> None:
             said.append(record.getMessage())
             dist.distributed_c10d._get_default_store().set("said", "1")
 
+    assert exchanged(rank) == [0, 1]  # The first time ranks connect, by way of the store that the handler needs.
     agreement.log.addHandler(Kept())
     agreement.WARN_AFTER_S = 0.1
+    agreement._watcher = None  # That one sleeps as long as was asked before.
     if rank:
         # Until rank 0 has said that it waits.
         dist.distributed_c10d._get_default_store().wait(["said"], timedelta(minutes=1))
