@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -88,10 +88,10 @@ def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None
         _ranks = before
 
 
-def _members() -> tuple[Any, list[int]]:
+def _members() -> tuple[Any, Sequence[int]]:
     """The group that calls are made in, None for all processes, and its ranks in the default group."""
     count = torch.distributed.get_world_size() if _is_distributed() else 1
-    return _ranks or (None, list(range(count)))
+    return _ranks or (None, range(count))
 
 
 def _all_gathered(value: _T, group: Any, count: int) -> list[_T]:
@@ -213,7 +213,7 @@ def _watch() -> None:
                     "them never do, make it within swapper.process_group(group) of those that do",
                     _rank(),
                     waited_s,
-                    members if len(members) <= 16 else f"all {len(members)}",
+                    [*members] if len(members) <= 16 else f"all {len(members)}",
                 )
 
 

@@ -282,8 +282,8 @@ def test_the_command_line_takes_hyper_parameters_of_files_and_says_where_those_o
     file.write_text(yaml.safe_dump(config_of(nvme_path)))
 
     def call(name: str, *arguments: str) -> L.LightningModule:
-        strategy = {"class_path": "swapper.lightning.SwapStrategy"}
-        strategy["init_args"] = {"config": str(file), "checkpoint_format": checkpoint_format}  # type: ignore[assignment]
+        given = {"config": str(file), "checkpoint_format": checkpoint_format}
+        strategy = {"class_path": "swapper.lightning.SwapStrategy", "init_args": given}
         defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 1, "strategy": strategy}
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(tmp_path)}
         options: dict[str, Any] = {"save_config_callback": None, "trainer_defaults": defaults | quiet}
