@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 
 # Threads that spin while they wait take the cores from the engine and from tests beside this one; no bits depend on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from swapper.io import _native
 pytest_plugins = [
     "small_drives",
     "frozen",
+    "lost_memory",
     "measuring",
     "mock_cufile",
     "sampling",
@@ -70,29 +69,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs root"))
         if (mark := item.get_closest_marker("unsanitized")) and SANITIZED:
             item.add_marker(pytest.mark.skip(reason=f"not under AddressSanitizer: {mark.args[0]}"))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What the native core allocated and lost fails the run.
-
-    Looked for while all that Python keeps can still be reached. Others lose memory too, so that of all leaks only those
-    count that have the core in their stack.
-    """
-    if not SANITIZED or "detect_leaks=1" not in os.environ.get("ASAN_OPTIONS", ""):
-        return
-    gc.collect()
-    print("\nlooking for lost memory (a run that ends here may not ptrace its own threads)", flush=True)
-    with tempfile.TemporaryFile() as report:
-        RUNTIME.__sanitizer_set_report_fd(ctypes.c_void_p(report.fileno()))
-        RUNTIME.__lsan_do_recoverable_leak_check()
-        RUNTIME.__sanitizer_set_report_fd(ctypes.c_void_p(2))
-        report.seek(0)
-        leaks = [text for text in report.read().decode(errors="replace").split("\n\n") if " leak of " in text]
-    ours = [leak for leak in leaks if Path(_native.__file__).name in leak]
-    print(f"memory lost: {len(ours)} times by the core, {len(leaks) - len(ours)} times by others", *ours, sep="\n")
-    if ours:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
