@@ -49,7 +49,7 @@ def strategy_of(nvme_path: Path, what: str, **more: Any) -> SwapStrategy:
     return SwapStrategy(config, **more)
 
 
-@pytest.mark.sampled(4, together=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("clip", "accumulate"), [("", 1), ("norm", 2), ("value", 1)])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("what", WHAT)

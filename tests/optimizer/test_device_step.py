@@ -141,7 +141,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)  # It also fills what `torch.empty` makes, of other tests too.
 
 
-@pytest.mark.sampled(10, together=2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("precision", DTYPES)
@@ -173,7 +173,7 @@ def test_same_bits_as_the_plain_run_on_the_device(
             assert_same_state(as_on_the_host(optimizer.state_dict()), as_on_the_host(reference.state_dict()))
 
 
-@pytest.mark.sampled(9, together=2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("what", ["", "clip-norm", "clip-value", "scaler", "in-backward"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
@@ -544,7 +544,7 @@ def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: 
     assert same_bits(*results)
 
 
-@pytest.mark.sampled(6, together=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", ["", "in-backward", "micro-batches"])
 @pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("state", ["nvme", "cpu", "none"])

@@ -221,7 +221,7 @@ def edit(twins: Twins, generator: random.Random) -> None:
             model.weights[number].mul_(1.5)
 
 
-@pytest.mark.sampled(4, together=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("masters", [False, True])

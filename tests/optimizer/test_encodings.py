@@ -199,7 +199,7 @@ ALL = (*LOSSY, "packed")
 CLASSES = {name: make for name, make in (OPTIMIZERS | MORE).items() if name not in ("Muon", "Adafactor")}
 
 
-@pytest.mark.sampled(8, together=2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -289,7 +289,7 @@ def _reference_run(encoding: str, _threads: int) -> tuple[nn.Module, dict[str, A
     return plain, reference.optimizer.state_dict()
 
 
-@pytest.mark.sampled(15, together=2)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bits_do_not_depend_on_how_it_is_done(nvme_path: Path, name: str, encoding: str) -> None:
@@ -330,7 +330,7 @@ def test_accumulated_gradients(nvme_path: Path, encoding: str) -> None:
     close(optimizer)
 
 
-@pytest.mark.sampled(5, together=2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -427,7 +427,7 @@ def test_a_parameter_that_comes_later(nvme_path: Path) -> None:
 # --- Resumed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(7, together=2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 @pytest.mark.parametrize("at", range(1, 4))
@@ -580,7 +580,7 @@ ENCODINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(12, together=2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint", "assigned"])
 @pytest.mark.parametrize("after", ENCODINGS)
 @pytest.mark.parametrize("before", ENCODINGS)
@@ -671,7 +671,7 @@ def edit_index(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     (path / "index.json").write_bytes(with_checksum(json.dumps(fields, separators=(",", ":")).encode()))
 
 
-@pytest.mark.sampled(3, together=2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("says", ["exact", *ALL])
 @pytest.mark.parametrize("encoding", ALL)
 def test_a_checkpoint_whose_index_says_another_encoding_is_refused(

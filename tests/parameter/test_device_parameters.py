@@ -181,7 +181,7 @@ def train(
 
 
 @pytest.mark.long
-@pytest.mark.sampled(6, together=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("parameters", ["nvme", "cpu"])
 @pytest.mark.parametrize("extra", ["", "clipped", "stepped in backward"])
 @pytest.mark.parametrize("passes", [1, 2])

@@ -213,7 +213,7 @@ def test_a_record_is_stepped_while_it_is_written(direct: Mock, nvme_path: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.sampled(4, together=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("step_device", ["device", "cpu"])
 def test_programs(

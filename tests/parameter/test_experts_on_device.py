@@ -76,7 +76,7 @@ def tier_of(model: nn.Module) -> Any:
 @pytest.mark.parametrize("room", ["least", "default", "all"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.sampled(6, together=2)
+@pytest.mark.sampled(6)
 def test_a_token_brings_the_experts_that_are_routed_to_and_no_others(
     kind: str, experts: str, room: str, nvme_path: Path, tmp_path: Path, device: torch.device
 ) -> None:

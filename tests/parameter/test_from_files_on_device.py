@@ -89,7 +89,7 @@ def least_of(field: str, offload: Any) -> int:
     return int(found[1])
 
 
-@pytest.mark.sampled(16, together=2)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("room", ["least", "default", "all"])
 @pytest.mark.parametrize("how", ["device", "host", "meta"])
 @pytest.mark.parametrize("name", CASES)

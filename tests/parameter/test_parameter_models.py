@@ -71,7 +71,7 @@ class CheckpointedInside(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.sampled(5, together=2)
+@pytest.mark.sampled(5)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
@@ -108,7 +108,7 @@ SAVED_OPERATORS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.long
-@pytest.mark.sampled(5, together=2)
+@pytest.mark.sampled(5)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("saved", SAVED_OPERATORS)
 @pytest.mark.parametrize("functional", [False, True], ids=["blocks", "functions"])

@@ -1,12 +1,13 @@
-"""What runs of many equal cases: a sample that is the same each time by default, most with SWAPPER_TESTS=all.
+"""What runs of many equal cases: a sample that is the same each time, a larger one with SWAPPER_TESTS=all.
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
 is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
 long one in five runs, all of them if their file is named.
 
-With SWAPPER_TESTS=all, where a test is the product of many options, every three options are together in a case, or
-every two; where each of many cases runs in two orders of a simulated device's work, it runs in one of them; and where a
-test takes long, half of its cases run, and each value of each option in one. All cases run with SWAPPER_TESTS=every.
+With SWAPPER_TESTS=all all cases run, but for these. Of a test that is the product of many options three times as many
+run as by default. Where each of many cases runs in two orders of a simulated device's work, it runs in one of them.
+Where a test takes long, half of its cases run, or, if it has several options, so many that each value of each occurs.
+All cases run with SWAPPER_TESTS=every.
 """
 
 from __future__ import annotations
@@ -71,22 +72,6 @@ def _covering(items: list[pytest.Item], keep: int | None) -> Iterator[pytest.Ite
         left.remove(best)
         seen |= own[best]
         yield best
-
-
-def _with_all_together(items: list[pytest.Item], count: int) -> Iterator[pytest.Item]:
-    """Cases of one test in which any `count` values of its parameters that occur together in one case do so.
-
-    Those that need a CUDA device stand for no others: elsewhere they are skipped.
-    """
-    left = list(items)
-    random.Random(f"{SEED} {items[0].nodeid.partition('[')[0]}").shuffle(left)
-    seen: set[tuple[tuple[int, str], ...]] = set()
-    for item in sorted(left, key=lambda item: "cuda" in item.callspec._idlist):  # type: ignore[attr-defined]
-        values = enumerate(item.callspec._idlist)  # type: ignore[attr-defined]
-        together = set(itertools.combinations(values, count))
-        if not together <= seen:
-            seen |= together
-            yield item
 
 
 def _one_of_each_pair(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -157,29 +142,28 @@ def _drawn_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 _LONG_ONES = 5
 """One of so many runs."""
 
+_MORE = 3
+"""So many times as many cases of a test that is sampled run with SWAPPER_TESTS=all."""
 
-def _half_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of cases that take long: half of each test's, and each value of each of its parameters."""
+
+def _part_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of cases that take long: half of each test's of one parameter, and each value of each parameter of others."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        kept = [*_each_value(cases)]
-        left = [item for item in cases if item not in kept]
-        yield from kept
-        if left and (more := -(-len(cases) // 2) - len(kept)) > 0:
-            yield from _covering(left, more)
+        one = len(getattr(getattr(cases[0], "callspec", None), "_idlist", ())) == 1
+        yield from _covering(cases, -(-len(cases) // 2) if one else None) if hasattr(cases[0], "callspec") else cases
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "sampled(keep, together=None): of this test's cases so many run; with SWAPPER_TESTS=all all, or some in which "
-        "any so many options are together",
+        f"sampled(keep): of this test's cases so many run, and {_MORE} times as many with SWAPPER_TESTS=all",
     )
     config.addinivalue_line(
         "markers",
-        "long: takes a second or more; one in five runs, half with SWAPPER_TESTS=all, and all in a file that is named",
+        "long: takes a second or more; one in five runs, about half with SWAPPER_TESTS=all, all in a file that is named",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
@@ -193,14 +177,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if EVERY or named:
         return
     left_out: set[pytest.Item] = set()
-    cases: dict[tuple[str, int, int | None], list[pytest.Item]] = {}
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thorough") and not ALL:
             left_out.add(item)
         elif mark := item.get_closest_marker("sampled"):
-            together = mark.kwargs.get("together")
-            if together or not ALL:
-                cases.setdefault((item.nodeid.partition("[")[0], mark.args[0], together), []).append(item)
+            cases.setdefault((item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
     if ALL:
         product = {item for group in cases.values() for item in group}
         left_out |= set(_in_another_order([item for item in items if item not in product]))
@@ -210,12 +192,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= simulated - set(_one_of_each_pair(unmarked))
         unmarked = [item for item in unmarked if item not in left_out]
         left_out |= set(unmarked) - set(_each_value(unmarked))
-    for (_, keep, together), group in cases.items():
-        left_out |= set(group) - set(_with_all_together(group, together) if ALL else _covering(group, keep))
+    for (_, keep), group in cases.items():
+        left_out |= set(group) - set(_covering(group, _MORE * keep if ALL else keep))
     files = {str(config.invocation_params.dir / argument) for argument in config.args if argument.endswith(".py")}
     long = [item for item in items if item.get_closest_marker("long") and str(item.path) not in files]
     long = [item for item in long if item not in left_out]
-    left_out |= set(long) - set(_half_of_long(long) if ALL else _drawn_of_long(long))
+    left_out |= set(long) - set(_part_of_long(long) if ALL else _drawn_of_long(long))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -240,7 +240,7 @@ def each_alone(rank: int, directory: str, nvme: str, kind: str, on_drive: str) -
 
 
 @pytest.mark.long
-@pytest.mark.sampled(2, together=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["replica", "mixed", "hybrid"])
 @pytest.mark.parametrize("on_drive", ["none", "state", "all"])
 def test_what_all_have_is_in_an_annex_on_each_host(kind: str, on_drive: str, nvme_path: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, passes: int, clip:
     return noted
 
 
-@pytest.mark.sampled(4, together=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("how", OPTIMIZERS)

@@ -72,7 +72,7 @@ def run(
 
 
 @pytest.mark.long
-@pytest.mark.sampled(5, together=2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["at the end", "in backward"])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("threads", [1, 2, 3])

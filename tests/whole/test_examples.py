@@ -195,7 +195,7 @@ def generate(drive: Path) -> list[str]:
 
 
 @pytest.mark.thorough("by default: the same run with too little memory, and the bits of generate in the tests of hf")
-@pytest.mark.sampled(1, together=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("by", ["auto", "rlimit"])
 def test_generation_from_files_has_the_bits_of_that_in_memory(

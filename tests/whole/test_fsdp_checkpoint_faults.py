@@ -305,7 +305,7 @@ def load_after(rank: int, directory: str, nvme: str, on_drive: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(1, together=2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_drive", ON_DRIVE)
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[0]}-{death[2]}")

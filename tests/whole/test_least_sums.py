@@ -24,7 +24,7 @@ from swapper.errors import ConfigError
 from swapper.parameter import records as parameter_records
 from swapper.sizes import parse_size
 
-COUNT = 200 if EVERY else 100
+COUNT = 200 if EVERY else 60
 NUMBERS = sorted({*range(COUNT), 121, 186}) if ALL else (121, 186)
 DEVICE_NUMBERS = range(COUNT if EVERY else COUNT // 2) if ALL else (13, 19)
 """Of programs. By default some that found no room before steps in backward gave back what they kept."""

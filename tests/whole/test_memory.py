@@ -19,7 +19,7 @@ import swapper
 @pytest.mark.thorough("by default: the peak with everything on disk")
 def test_the_peak_stays_within_the_formula(nvme_path: Path) -> None:
     """60M parameters: masters and moments are 10 bytes each, 600 MB, of which the pool holds 32."""
-    arguments = ["--layers", "6", "--vocab-size", "12000", "--steps", "4", "--context", "64"]
+    arguments = ["--layers", "6", "--vocab-size", "12000", "--steps", "2", "--context", "64"]
     arguments += ["--pool-bytes", "32MiB", "--bucket-bytes", "8MiB", "--modes", "no optimizer", "swapped", "--json"]
     command = [sys.executable, str(BENCHMARK), "--nvme-path", str(nvme_path), *arguments]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
