@@ -26,6 +26,10 @@ def test_device(dtype, device): pass
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_list(dtype): pass
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", range(9))
+def test_sampled(case): pass
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", range(7))
 def test_long(case): pass
@@ -80,11 +84,16 @@ def test_all_of_a_product_is_every_case(collected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("which", ["all"])
-def test_all_of_a_long_product_is_half_of_it_with_each_value(collected: list[str]) -> None:
+def test_all_of_what_is_long_is_half_of_it_or_each_value_of_a_product(collected: list[str]) -> None:
     product = [name for name in collected if name.startswith("test_long_product")]
     assert len(product) == 2
     assert all(any(value in name for name in product) for value in ("0", "1", "one", "two"))
-    assert len([name for name in collected if name.startswith("test_long[")]) == 7
+    assert len([name for name in collected if name.startswith("test_long[")]) == 4
+
+
+@pytest.mark.parametrize("which", ["some", "all", "every"])
+def test_three_times_as_many_of_a_sample_run_of_all(collected: list[str], which: str) -> None:
+    assert sum(name.startswith("test_sampled") for name in collected) == {"some": 2, "all": 6, "every": 9}[which]
 
 
 @pytest.mark.parametrize("which", ["every"])

@@ -163,7 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "long: takes a second or more; one in five runs, about half with SWAPPER_TESTS=all, all in a file that is named",
+        "long: takes a second or more; one in five runs, half with SWAPPER_TESTS=all, and all in a file that is named",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
