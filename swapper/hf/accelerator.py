@@ -25,7 +25,7 @@ from swapper.strategy.swapping import swapper_of
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
-__all__ = ["prepare", "swap"]
+__all__ = ["prepare", "shards", "swap", "swap_when_sharded"]
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 """Kinds of `DistributedType` under which a process has whole parameters, and clips by torch's own functions."""
@@ -42,8 +42,8 @@ def prepare(
     Clipping leaves gradients that are evicted where they are.
 
     Args:
-        accelerator: an `accelerate.Accelerator` that neither shards (FSDP, DeepSpeed, Megatron) nor runs on XLA.
-        model: not prepared yet.
+        accelerator: an `accelerate.Accelerator`; of those that shard one that does so by FSDP2, and none on XLA.
+        model: not prepared yet. With FSDP2 it is offloaded when it is sharded: each rank has its shards on its drive.
         optimizer: of parameters of the model, not prepared yet; or several in a list or tuple.
         config: see `swapper.wrap_optimizer`.
         others: data loaders, schedulers and other models, as for `accelerator.prepare`.
@@ -54,23 +54,67 @@ def prepare(
     Raises:
         ConfigError: the config cannot work with this model and optimizer, or with what `accelerator` is; or what is
             given is no accelerator, model or optimizer.
-        SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were.
+        SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were, or as
+            accelerate has prepared them, if it shards.
     """
     if not hasattr(accelerator, "distributed_type"):
         raise ConfigError(
             f"swapper.hf.prepare: {type(accelerator).__name__} is not an accelerate.Accelerator; it comes first"
         )
-    kind = str(accelerator.distributed_type.value)
-    if kind not in _PLAIN:
-        raise ConfigError(
-            f"swapper.hf.prepare: an Accelerator of kind {kind} keeps parameters and state in its own way"
-        )
+    is_sharded = shards(accelerator)
     check_is_model(model)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
-    swap(accelerator, model, optimizers, as_config(config))
+    if is_sharded:
+        swap_when_sharded(accelerator, as_config(config))
+    else:
+        swap(accelerator, model, optimizers, as_config(config))
     return tuple(accelerator.prepare(model, *optimizers, *others))
+
+
+def shards(accelerator: Accelerator) -> bool:
+    """True if accelerate shards a model by FSDP2 when it prepares it; False if a process has whole parameters.
+
+    Raises:
+        ConfigError: neither, as with DeepSpeed.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False):
+        return True
+    if kind == "FSDP":
+        raise ConfigError("accelerate shards by the first FSDP, which cannot be swapped; set fsdp_version to 2")
+    if kind not in _PLAIN:
+        raise ConfigError(f"accelerate runs as {kind}, which keeps parameters and state in its own way")
+    return False
+
+
+def swap_when_sharded(accelerator: Accelerator, settings: OffloadConfig) -> None:
+    """Have what `accelerator.prepare` shards from now on offloaded when it is: `fully_shard` takes whole parameters."""
+    plain = accelerator.prepare
+    if isinstance(plain, partial) and plain.func is _prepare_sharded:
+        plain = plain.args[1]
+    accelerator.prepare = partial(_prepare_sharded, accelerator, plain, settings)
+
+
+def _prepare_sharded(
+    accelerator: Accelerator, plain: Callable[..., Any], settings: OffloadConfig, *objects: Any, **named: Any
+) -> Any:
+    """A model that was prepared before, as by the first of two `Trainer.train`, is sharded. Of it accelerate would find
+    the optimizer's parameters by their addresses again, and what is evicted has none.
+    """
+    models = [each for each in objects if isinstance(each, torch.nn.Module)]
+    if not models or not any(isinstance(each, Optimizer) for each in objects):
+        return plain(*objects, **named)
+    if getattr(models[0], "_is_accelerate_prepared", False):
+        kinds = {torch.nn.Module: accelerator.prepare_model, Optimizer: accelerator.prepare_optimizer}
+        makes = (next((make for kind, make in kinds.items() if isinstance(each, kind)), plain) for each in objects)
+        prepared = tuple(make(each) for make, each in zip(makes, objects, strict=True))
+    else:
+        prepared = plain(*objects, **named)
+    (model,) = (each for each in prepared if isinstance(each, torch.nn.Module))
+    swap(accelerator, model, [each for each in prepared if isinstance(each, Optimizer)], settings)
+    return prepared
 
 
 def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[Any], settings: OffloadConfig) -> None:
@@ -83,6 +127,9 @@ def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[
         if isinstance(former, ParameterSwapper) and former.made_with == settings:
             settings = former.made_with  # An equal config: with the same object they share its pool.
         offload(model, new, settings)
+        for each in optimizers:
+            if getattr(each, "scaler", None) is not None:  # Prepared: it has kept `step` of the optimizer as it was.
+                each.__init__(each.optimizer, device_placement=False, scaler=each.scaler)
     _swap_clipping(accelerator, optimizers)
     _synchronize_one_at_a_time(accelerator)
 

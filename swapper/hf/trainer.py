@@ -3,7 +3,8 @@
 [Note: where the optimizer is swapped] The Trainer makes its optimizer in `train`, then loads a checkpoint into it, and
 then tells its callbacks that training begins. A state that was loaded before it is swapped has been in memory as a
 whole. So the callback finds the Trainer that it was given to, when that is made, and has the Trainer's own
-`create_optimizer` swap what it returns. A callback that is added later does so when training begins.
+`create_optimizer` swap what it returns, or, where accelerate shards the model afterwards, has that swap it. A callback
+that is added later does so when training begins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from swapper.api.arguments import ConfigLike, as_config
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.hf.accelerator import swap
+from swapper.hf.accelerator import shards, swap, swap_when_sharded
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -47,7 +48,7 @@ class SwapCallback(TrainerCallback):
 
     Raises:
         ConfigError: the config is wrong. When training begins: it cannot work with the Trainer's model, optimizer or
-            `args`, such as FSDP or DeepSpeed.
+            `args`, such as DeepSpeed.
     """
 
     def __init__(self, config: ConfigLike) -> None:
@@ -85,12 +86,16 @@ class SwapCallback(TrainerCallback):
         @wraps(create)
         def create_optimizer(*args: Any, **named: Any) -> Any:
             create(*args, **named)
-            self._swap(trainer)
+            if shards(trainer.accelerator):
+                swap_when_sharded(trainer.accelerator, self._settings_of(trainer))
+            else:
+                self._swap(trainer)
             return trainer.optimizer
 
         @wraps(load)
         def load_optimizer_and_scheduler(*args: Any, **named: Any) -> None:
-            with _mapping_files():
+            # Where it is sharded, ranks send each other what they load, which is in no file.
+            with nullcontext() if shards(trainer.accelerator) else _mapping_files():
                 load(*args, **named)
 
         vars(trainer).update(
@@ -99,10 +104,7 @@ class SwapCallback(TrainerCallback):
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object while nothing differs: the pool belongs to it."""
-        sharded = [name for name in ("is_deepspeed_enabled", "is_fsdp_enabled") if getattr(trainer, name, False)]
-        if sharded:
-            kind = {"is_deepspeed_enabled": "DeepSpeed", "is_fsdp_enabled": "FSDP"}[sharded[0]]
-            raise ConfigError(f"SwapCallback cannot go with {kind}, which keeps parameters and state in its own way")
+        shards(trainer.accelerator)
         asked, steps = self.config.gradient_accumulation_steps, trainer.args.gradient_accumulation_steps
         if asked not in (1, steps):
             raise ConfigError(
@@ -124,8 +126,10 @@ class SwapCallback(TrainerCallback):
 
     def _swap(self, trainer: Trainer) -> None:
         if trainer.optimizer is not None and trainer.model is not None:
-            settings = next(settings for reference, settings in self._followed if reference() is trainer)
-            swap(trainer.accelerator, trainer.model, [trainer.optimizer], settings)
+            swap(trainer.accelerator, trainer.model, [trainer.optimizer], self._settings_of(trainer))
+
+    def _settings_of(self, trainer: Trainer) -> OffloadConfig:
+        return next(settings for reference, settings in self._followed if reference() is trainer)
 
 
 def _mapping_files() -> AbstractContextManager[Any]:
