@@ -26,7 +26,7 @@ from swapper.tensors.strides import is_dense
 
 if TYPE_CHECKING:
     from swapper.optimizer.direct_state import DirectState
-    from swapper.optimizer.stepper import SwappedGradients
+    from swapper.optimizer.step_protocols import SwappedGradients
 
 __all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work", "checksum_of"]
 

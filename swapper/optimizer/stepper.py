@@ -10,15 +10,13 @@ import functools
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
-from swapper.io.devices import Copy, DeviceCopies
-from swapper.metrics import Metrics
+from swapper.io.devices import DeviceCopies
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.device_records import DeviceBucket, edited_on_device
 from swapper.optimizer.device_slots import DeviceSlots, Slot
@@ -27,115 +25,22 @@ from swapper.optimizer.operands import Operand, Scratch, Slices, fetch, make_ten
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work, checksum_of
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
+from swapper.optimizer.step_protocols import SwappedGradients, SwappedParameters
 from swapper.progress import progress
 from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory, return_free_memory
+from swapper.tensors.evicted import is_evicted
 from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
+from swapper.tensors.homes import gathered
 from swapper.tensors.sharded import local_gradient
 from swapper.tensors.strides import same_layout
 
-__all__ = ["Stepper", "SwappedGradients", "SwappedParameters"]
+__all__ = ["Stepper"]
 
 log = logging.getLogger(__name__)
 
 _Fetched = tuple[list[Operand], Scratch, DeviceBucket | None]
-
-
-class SwappedParameters(Protocol):
-    """Parameters that are on disk too, as a step uses them."""
-
-    def stepping(
-        self, parameters: Iterable[torch.nn.Parameter], device: torch.device
-    ) -> AbstractContextManager[Mapping[torch.nn.Parameter, torch.Tensor]]:
-        """Within it the values of `parameters` are in memory on `device`, and may be changed.
-
-        Args:
-            parameters: those that are not swapped are passed over.
-            device: where they are stepped: their own, or the CPU.
-
-        Returns:
-            Of parameters that are stepped on another device than their own: their values on `device`, tensors of the
-            parameter's shape and strides. All others have their values themselves. Who changes such a tensor increments
-            the parameter's version.
-        """
-
-    def note_stepped(self, parameter: torch.nn.Parameter, whole: int | None) -> None:
-        """Within `stepping`: all of `parameter` is stepped, and `whole` the checksum of its bytes, if that is known."""
-
-    def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Within it what changes of `parameters` is written only if its memory is needed, and else at the end of it."""
-
-    def staying(
-        self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Within it records of `parameters`, which are in memory, stay there if some of `following` are in them."""
-
-
-class SwappedGradients(Protocol):
-    """Gradients that are evicted too, as a step uses them."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """Counts what moves."""
-
-    @property
-    def drops(self) -> int:
-        """Count of parts that were prefetched and dropped."""
-
-    def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
-        """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
-
-    def check(self) -> None:
-        """Raise what is known to be wrong with any gradient: a step must not find out in the middle."""
-
-    def has(self, parameter: torch.nn.Parameter) -> bool:
-        """True if `parameter` has a gradient, in memory or not."""
-
-    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
-        """True if it is not in memory."""
-
-    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
-        """Start reading the part of it that starts at `start`. False if there is no room."""
-
-    def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
-        """Within it that part is in memory: 1-D, in memory order."""
-
-    def uploaded(
-        self,
-        parameter: torch.nn.Parameter,
-        start: int,
-        upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
-    ) -> tuple[torch.Tensor, Sequence[Callable[[torch.Tensor], object]]]:
-        """That part on an accelerator, by `upload`, and what is to be done to it, in order, when the copy is over."""
-
-    def watches(self, parameter: torch.nn.Parameter) -> bool:
-        """True if its gradients are looked at when they arrive."""
-
-    def leave(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take no more gradients of `parameters`."""
-
-    def bring_back_all(self) -> None:
-        """Have all gradients in memory."""
-
-    def flush(self) -> None:
-        """Wait until all that is evicted is on the drive."""
-
-    def close(self) -> None:
-        """Forget everything."""
-
-    def clip_grad_norm_(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-        foreach: bool | None,
-    ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`."""
-
-    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
-        """As `torch.nn.utils.clip_grad_value_`."""
 
 
 class Stepper:
@@ -258,7 +163,7 @@ class Stepper:
         else:
             self._native.begin_step(segment for _, active in work for segment in active)
         self._slices.clear()
-        moves = self.plan.on_accelerator or self.plan.step_in_backward
+        moves = self.plan.on_accelerator or self.plan.step_in_backward or any(map(_is_evicted_inside, work))
         self._in_memory = not moves and self.parameters is None and self.gradients is None
         self.hold_scratch()
         if self._slots is not None:
@@ -387,6 +292,8 @@ class Stepper:
             if self.parameters is not None:
                 stepped = [segment.parameter for segment in active]
                 self._on_host = stack.enter_context(self.parameters.stepping(stepped, self._device))
+            if _is_evicted_inside(work[i]):  # By a swapper that was made for others. The class is given what is inside.
+                stack.enter_context(gathered([segment.parameter for segment in active]))
             if self.gradients is not None:
                 self._take_gradients(self.gradients, active, stack)
         except BaseException:
@@ -593,6 +500,11 @@ class Stepper:
             self._edited[segment.of] = True
             self._noted.add(segment.of)
             self._records.count_reset()
+
+
+def _is_evicted_inside(work: Work) -> bool:
+    """True if any of what is to be stepped is a DTensor, as of FSDP2, whose values on this rank are not in memory."""
+    return any(segment.of.sharded and is_evicted(segment.local) for segment in work[1])
 
 
 def _takes_any(segment: Segment) -> bool:

@@ -35,7 +35,8 @@ from swapper.optimizer.state_dicts import (
     is_shared,
     state_by_position,
 )
-from swapper.optimizer.stepper import Stepper, SwappedGradients, SwappedParameters
+from swapper.optimizer.step_protocols import SwappedGradients, SwappedParameters
+from swapper.optimizer.stepper import Stepper
 from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 from swapper.storage.agreement import agreed
@@ -127,8 +128,7 @@ class OptimizerSwapper:
             self._follower.add(plan.buckets)
             self._follower.follow(optimizer)
             self._stepper.announce(optimizer)
-            existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in own_state.items() if entries]
-            if existing:
+            if existing := [(cast(torch.nn.Parameter, p), entries) for p, entries in own_state.items() if entries]:
                 self._follower.load(optimizer, existing, as_it_is=True)
                 records.flush()  # The copy in memory must stay until the one on the drive is good.
             with interrupts_deferred():
