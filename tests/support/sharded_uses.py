@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -274,6 +275,34 @@ def move_what_is_swapped(rank: int, directory: str, device: str = "cpu") -> None
     assert all(p.device.type == "cpu" for p in net.parameters())
 
 
+def train_with_another_config(rank: int, directory: str, device: str = "cpu") -> None:
+    """An optimizer that is wrapped by itself steps parameters that a swapper has which knows nothing of it."""
+    states: list[dict[str, Any]] = [{"native_step": "off"}, {"native_step": "on"}, {"step_in_backward": True}]
+    for dtype, state in itertools.product([torch.float32, torch.bfloat16], states):
+        nets = [sharded(Case(dtype, in_backward="step_in_backward" in state, device=device)) for _ in range(2)]
+        swapper.offload(nets[1], config=config_on(device, directory))
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+        swapper.wrap_optimizer(
+            optimizers[1],
+            OffloadConfig(
+                nvme_path=directory,
+                pool_bytes="780KiB",
+                bucket_bytes="16KiB",
+                offload_optimizer={"device": "nvme", "master_weights": False, **state},
+            ),
+        )
+        for step in range(4):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                loss_of(net, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+            with swapper.gathered(q):
+                assert same(p, q), (dtype, state, name)
+        swapper.of(optimizers[1]).close()
+        nets[1].swapper.close()  # type: ignore[operator, union-attr]
+
+
 USES = (
     use_state_dicts,
     use_distributed_checkpoints,
@@ -281,4 +310,5 @@ USES = (
     change_before_the_first_forward,
     keep_shards_on_the_drive,
     move_what_is_swapped,
+    train_with_another_config,
 )

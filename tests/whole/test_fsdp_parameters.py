@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -173,36 +172,8 @@ def train_beside_ignored(rank: int, directory: str) -> None:
     nets[1].swapper.close()  # type: ignore[operator, union-attr]
 
 
-def train_with_another_config(rank: int, directory: str) -> None:
-    """An optimizer that is wrapped by itself steps parameters that a swapper has which knows nothing of it."""
-    states: list[dict[str, Any]] = [{"native_step": "off"}, {"native_step": "on"}, {"step_in_backward": True}]
-    for dtype, state in itertools.product([torch.float32, torch.bfloat16], states):
-        nets = [sharded(Case(dtype, in_backward="step_in_backward" in state)) for _ in range(2)]
-        swapper.offload(nets[1], config=config_of(directory))
-        optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
-        swapper.wrap_optimizer(
-            optimizers[1],
-            swapper.OffloadConfig(
-                nvme_path=directory,
-                pool_bytes="560KiB",
-                bucket_bytes="16KiB",
-                offload_optimizer={"device": "nvme", "master_weights": False, **state},
-            ),
-        )
-        for step in range(4):
-            for net, optimizer in zip(nets, optimizers, strict=True):
-                loss_of(net, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
-            with swapper.gathered(q):
-                assert same(p, q), (dtype, state, name)
-        swapper.of(optimizers[1]).close()
-        nets[1].swapper.close()  # type: ignore[operator, union-attr]
-
-
 def use_all(rank: int, directory: str) -> None:
-    for work in (*USES, train_beside_ignored, train_with_another_config, are_refused):
+    for work in (*USES, train_beside_ignored, are_refused):
         try:
             with poisoned():
                 work(rank, directory)
