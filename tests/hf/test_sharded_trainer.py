@@ -72,6 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "LoRA": {"lora": True},
     "recomputed": {"gradient_checkpointing": True, "fsdp": {"reshard_after_forward": False}},
+    "compiled": {"torch_compile": True},
     "fused": {"optim": "adamw_torch_fused", "load_best_model_at_end": True, "metric_for_best_model": "loss"},
 }
 
