@@ -269,7 +269,7 @@ def report_left(annexes: Iterable[OldAnnex]) -> None:
     """Log what could not be removed."""
     for each in annexes:
         log.warning(
-            "%s of host %s is left, though its checkpoint is gone: it is not reached here; remove it there",
+            "%s of host %s is left, though its checkpoint is gone: it is not reached here; if it is there, remove it",
             each.saved.path,
             each.saved.host,
         )

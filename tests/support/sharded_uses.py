@@ -276,21 +276,17 @@ def move_what_is_swapped(rank: int, directory: str, device: str = "cpu") -> None
 
 
 def train_with_another_config(rank: int, directory: str, device: str = "cpu") -> None:
-    """An optimizer that is wrapped by itself steps parameters that a swapper has which knows nothing of it."""
+    """An optimizer that is wrapped by itself, before the model or after it, steps shards that it was not told of."""
     states: list[dict[str, Any]] = [{"native_step": "off"}, {"native_step": "on"}, {"step_in_backward": True}]
-    for dtype, state in itertools.product([torch.float32, torch.bfloat16], states):
+    for number, (dtype, state) in enumerate(itertools.product([torch.float32, torch.bfloat16], states)):
         nets = [sharded(Case(dtype, in_backward="step_in_backward" in state, device=device)) for _ in range(2)]
-        swapper.offload(nets[1], config=config_on(device, directory))
         optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
-        swapper.wrap_optimizer(
-            optimizers[1],
-            OffloadConfig(
-                nvme_path=directory,
-                pool_bytes="780KiB",
-                bucket_bytes="16KiB",
-                offload_optimizer={"device": "nvme", "master_weights": False, **state},
-            ),
-        )
+        alone = {"offload_param": {"device": "none"}, "state": {"master_weights": False, **state}}
+        if number % 2:
+            swapper.wrap_optimizer(optimizers[1], config_of(directory, "780KiB", **alone))
+        swapper.offload(nets[1], config=config_on(device, directory))
+        if not number % 2:
+            swapper.wrap_optimizer(optimizers[1], config_of(directory, "780KiB", **alone))
         for step in range(4):
             for net, optimizer in zip(nets, optimizers, strict=True):
                 loss_of(net, step).backward()
