@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from swapper.optimizer.encodings import STEPS, steps_in
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
+from swapper.optimizer.twin import OWN_ATTRIBUTES
 from swapper.progress import progress
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
@@ -179,6 +180,8 @@ class StateRecords:
             take_whole: fills a buffer with a bucket's record, tells its segments what they keep of it in memory, and
                 returns its length; 0 if it cannot.
         """
+        if not as_it_is and not type(optimizer).__setstate__.__module__.startswith("torch.optim"):
+            entries_of, as_it_is = _set_by_the_class(optimizer, entries_of), True
         self.forget()
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         passed_bytes = 0
@@ -310,6 +313,34 @@ def _write(
             # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
             masters[segment] = master, torch.empty(segment.numel, dtype=p.dtype, device="cpu")
     opened.encode(masters)
+
+
+def _set_by_the_class(
+    optimizer: Optimizer, entries_of: Callable[[Segment], dict[str, Any]]
+) -> Callable[[Segment], dict[str, Any]]:
+    """`entries_of` as the class's own `__setstate__` leaves it, which torch's `load_state_dict` calls after its casts.
+
+    A class that keeps state in another dtype than the parameter's takes the cast back there. It is called for one
+    parameter at a time, on an object with the attributes of `optimizer`, so that one parameter's state is in memory.
+    """
+    last: tuple[OptimizerParameter, dict[str, Any]] | None = None
+
+    def found(segment: Segment) -> dict[str, Any]:
+        nonlocal last
+        of = segment.of
+        if last is None or last[0] is not of:
+            group = optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
+            given = entries_of(segment)
+            cast = {key: _as_loaded(key, value, segment, group) for key, value in given.items() if key != MASTER}
+            stand_in = type(optimizer).__new__(type(optimizer))
+            vars(stand_in).update({key: value for key, value in vars(optimizer).items() if key not in OWN_ATTRIBUTES})
+            stand_in.defaults = dict(optimizer.defaults)
+            state = defaultdict(dict, {of.parameter: cast})
+            stand_in.__setstate__({"state": state, "param_groups": [{**group, "params": [of.parameter]}]})
+            last = of, {**stand_in.state.get(of.parameter, {}), **{key: given[key] for key in given if key == MASTER}}
+        return last[1]
+
+    return found
 
 
 def _as_kept(entries: Mapping[str, Any], of: OptimizerParameter) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from swapper.optimizer.own_numbers import numbers_in, own_copy
 from swapper.optimizer.step_function import class_step
 from swapper.tensors.sharded import local_of
 
-__all__ = ["Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded"]
+__all__ = ["OWN_ATTRIBUTES", "Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded"]
 
-_OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
+OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 """Names that wrapping puts on the user's instance."""
 
 _SHARED = frozenset({"state", "param_groups", "defaults"})
@@ -60,7 +60,7 @@ class Twin:
             self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
         self.optimizer: Optimizer = cls.__new__(cls)
         for key, value in vars(optimizer).items():
-            if key not in _OWN_ATTRIBUTES:
+            if key not in OWN_ATTRIBUTES:
                 copied = value if key in _SHARED else own_copy(value, package_of(optimizer))
                 vars(self.optimizer)[key] = copied
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
@@ -115,7 +115,7 @@ class Twin:
 def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """What `numbers_in` finds in the attributes that are the class's own."""
     for key, value in vars(optimizer).items():
-        if key not in _OWN_ATTRIBUTES and key not in _SHARED:
+        if key not in OWN_ATTRIBUTES and key not in _SHARED:
             yield from numbers_in(value, key, package_of(optimizer))
 
 

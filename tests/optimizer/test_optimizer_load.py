@@ -160,3 +160,50 @@ def test_tensors_within_other_values_are_loaded_as_in_a_plain_run(nvme_path: Pat
         return [nested, [bits(p) for p in parameters]]
 
     assert program(True) == program(False)
+
+
+class InHalf(Optimizer):
+    """Keeps its average in bfloat16, and takes back the cast of `load_state_dict`, as classes of timm do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.kept_in = torch.bfloat16
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("decay", 0.9)
+            for p in group["params"]:
+                if (entries := self.state.get(p)) and "average" in entries:
+                    entries["average"] = entries["average"].to(self.kept_in)
+                    entries["count"] = torch.tensor(float(entries["count"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not (state := self.state[p]):
+                        state.update(average=torch.zeros_like(p, dtype=self.kept_in), count=torch.tensor(0.0))
+                    state["count"] += 1
+                    state["average"].mul_(group.get("decay", 0.9)).add_(p.grad.to(state["average"].dtype))
+                    p.sub_(state["average"].to(p.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_class_makes_of_loaded_state_is_loaded(nvme_path: Path, dtype: torch.dtype) -> None:
+    found = []
+    for swapped in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((300, 40), (7,), (3,))
+        parameters = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
+        optimizer: Any = InHalf(parameters)
+        if swapped:
+            config = {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme"}}
+            optimizer = swapper.wrap_optimizer(optimizer, config)
+        step(parameters[:2], optimizer, range(2))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found.append([bits(optimizer.state_dict())])
+        step(parameters, optimizer, range(2, 5))
+        found[-1] += [bits(optimizer.state_dict()), bits([p.detach() for p in parameters])]
+    assert found[0] == found[1]
