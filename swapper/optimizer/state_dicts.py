@@ -335,9 +335,12 @@ def _set_by_the_class(
             stand_in = type(optimizer).__new__(type(optimizer))
             vars(stand_in).update({key: value for key, value in vars(optimizer).items() if key not in OWN_ATTRIBUTES})
             stand_in.defaults = dict(optimizer.defaults)
-            state = defaultdict(dict, {of.parameter: cast})
-            stand_in.__setstate__({"state": state, "param_groups": [{**group, "params": [of.parameter]}]})
-            last = of, {**stand_in.state.get(of.parameter, {}), **{key: given[key] for key in given if key == MASTER}}
+            stepped = of.parameter
+            if segment.master:  # Of the class's view it is the master, whose values are not there.
+                stepped = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu").expand(stepped.shape))
+            state = defaultdict(dict, {stepped: cast})
+            stand_in.__setstate__({"state": state, "param_groups": [{**group, "params": [stepped]}]})
+            last = of, {**stand_in.state.get(stepped, {}), **{key: given[key] for key in given if key == MASTER}}
         return last[1]
 
     return found

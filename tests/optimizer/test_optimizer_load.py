@@ -207,3 +207,25 @@ def test_what_a_class_makes_of_loaded_state_is_loaded(nvme_path: Path, dtype: to
         step(parameters, optimizer, range(2, 5))
         found[-1] += [bits(optimizer.state_dict()), bits([p.detach() for p in parameters])]
     assert found[0] == found[1]
+
+
+class AsItsParameter(InHalf):
+    """Keeps its average in the dtype of the parameter."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)
+        for p, entries in self.state.items():
+            entries["average"] = entries["average"].to(p.dtype)
+            assert entries["average"].shape == p.shape
+
+
+def test_a_class_whose_masters_are_loaded_is_given_parameters_of_their_dtype(nvme_path: Path) -> None:
+    parameters = [nn.Parameter(torch.randn(size).to(torch.bfloat16)) for size in ((300, 40), (7,), (3,))]
+    optimizer: Any = AsItsParameter(parameters)
+    optimizer.kept_in = torch.float32
+    config = {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme", "master_weights": True}}
+    optimizer = swapper.wrap_optimizer(optimizer, config)
+    step(parameters, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert bits(optimizer.state_dict()) == bits(saved)
