@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare", "shards", "swap", "swap_when_sharded"]
 
-_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
-"""Kinds of `DistributedType` under which a process has whole parameters, and clips by torch's own functions."""
-
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 
 
@@ -67,9 +64,8 @@ def prepare(
     if not optimizers:
         raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
     if is_sharded:
-        swap_when_sharded(accelerator, as_config(config))
-    else:
-        swap(accelerator, model, optimizers, as_config(config))
+        return tuple(_prepare_sharded(accelerator, accelerator.prepare, as_config(config), model, *optimizers, *others))
+    swap(accelerator, model, optimizers, as_config(config))
     return tuple(accelerator.prepare(model, *optimizers, *others))
 
 
@@ -84,7 +80,7 @@ def shards(accelerator: Accelerator) -> bool:
         return True
     if kind == "FSDP":
         raise ConfigError("accelerate shards by the first FSDP, which cannot be swapped; set fsdp_version to 2")
-    if kind not in _PLAIN:
+    if kind != "NO" and not kind.startswith("MULTI_"):  # Of those, clipping is torch's own.
         raise ConfigError(f"accelerate runs as {kind}, which keeps parameters and state in its own way")
     return False
 

@@ -175,6 +175,7 @@ def loop(rank: int, path: Path, settings: swapper.OffloadConfig | None, scaled: 
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     else:
         model, optimizer, schedule = prepare(accelerator, model, optimizer, settings, schedule)
+        assert "prepare" not in vars(accelerator), "the next model may be another one's"
     numbers = []
     for step in range(6):
         generator = torch.Generator().manual_seed(2 * step + rank)
