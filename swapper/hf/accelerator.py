@@ -106,6 +106,12 @@ def _prepare_sharded(
         kinds = {torch.nn.Module: accelerator.prepare_model, Optimizer: accelerator.prepare_optimizer}
         makes = (next((make for kind, make in kinds.items() if isinstance(each, kind)), plain) for each in objects)
         prepared = tuple(make(each) for make, each in zip(makes, objects, strict=True))
+        known = {*models[0].parameters()}
+        if any(p not in known for each in prepared if isinstance(each, Optimizer) for p in _parameters_of(each)):
+            raise ConfigError(
+                "the model is sharded already, and an optimizer has parameters that are not its own, as those from "
+                "before it was sharded; make the optimizer of model.parameters() as they are now"
+            )
     else:
         prepared = plain(*objects, **named)
     (model,) = (each for each in prepared if isinstance(each, torch.nn.Module))
@@ -136,6 +142,10 @@ def _innermost(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer: it cannot be swapped")
     return optimizer
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
@@ -187,7 +197,7 @@ def _clip(
     parameters, limit, *kind = given.arguments.values()
     found: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = set(map(id, found))
-    concerned = [o for o in optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    concerned = [o for o in optimizers if any(id(p) in wanted for p in _parameters_of(o))]
     swappers = [swapper for optimizer in concerned if (swapper := swapper_of(optimizer)) is not None]
     if any(swapper.backward_steps is not None for swapper in swappers):
         if math.isinf(limit):
@@ -197,7 +207,8 @@ def _clip(
             "after backward; set max_grad_norm to 0 (TrainingArguments), or step_in_backward to false"
         )
     evicting = [swapper.gradients for swapper in swappers if isinstance(swapper.gradients, GradientSwapper)]
-    if len(evicting) != 1:
+    # With shards of several meshes, or beside them parameters that FSDP2 ignores, accelerate has a norm of its own.
+    if len(evicting) != 1 or len({getattr(p, "device_mesh", None) for p in found}) > 1:
         return plain(found, limit, *kind)
     gradients: Any = evicting[0]
     accelerator.unscale_gradients()

@@ -336,8 +336,9 @@ def _set_by_the_class(
             vars(stand_in).update({key: value for key, value in vars(optimizer).items() if key not in OWN_ATTRIBUTES})
             stand_in.defaults = dict(optimizer.defaults)
             stepped = of.parameter
-            if segment.master:  # Of the class's view it is the master, whose values are not there.
-                stepped = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu").expand(stepped.shape))
+            if segment.master or of.sharded:  # The class steps the master, and what this rank has.
+                values = given.get(MASTER, of.local).detach()
+                stepped = torch.nn.Parameter(values.to("cpu", torch.float32) if segment.master else values)
             state = defaultdict(dict, {stepped: cast})
             stand_in.__setstate__({"state": state, "param_groups": [{**group, "params": [stepped]}]})
             last = of, {**stand_in.state.get(stepped, {}), **{key: given[key] for key in given if key == MASTER}}

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from ranks import in_processes
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import swapper
@@ -161,14 +162,18 @@ def test_training_has_the_bits_of_the_plain_run(tmp_path: Path, sections: str, w
 # --- accelerate -----------------------------------------------------------------------------------------------------
 
 
-def loop(rank: int, path: Path, settings: swapper.OffloadConfig | None, scaled: bool) -> tuple[list[float], Any, Any]:
+def loop(
+    rank: int, path: Path, settings: swapper.OffloadConfig | None, scaled: bool, ignores: bool
+) -> tuple[list[float], Any, Any]:
     """Six batches in windows of two, saved after the fourth, spoilt and loaded."""
     pretend_to_have_accelerators()
+    model = llama()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    if ignores:
+        plugin.ignored_modules = [model.lm_head]
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     if scaled:
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1)
-    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     if settings is None:
@@ -186,11 +191,11 @@ def loop(rank: int, path: Path, settings: swapper.OffloadConfig | None, scaled: 
             numbers.append(loss.item())
             if accelerator.sync_gradients:
                 norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                numbers.append(float(norm.full_tensor()))
+                numbers.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step == 3 and not scaled:  # accelerate 1.15 loads no scaler that has been used.
+        if step == 3 and not scaled and not ignores:  # accelerate 1.15 loads no scaler that has been used.
             accelerator.save_state(str(path / f"state of {settings is None}"))
             with torch.no_grad():
                 for p in model.parameters():
@@ -201,9 +206,10 @@ def loop(rank: int, path: Path, settings: swapper.OffloadConfig | None, scaled: 
     return numbers, accelerator.get_state_dict(model), optimizer
 
 
-def train_by_hand(rank: int, path: Path, sections: str, scaled: bool) -> None:
-    expected, values, _ = loop(rank, path, None, scaled)
-    got, others, optimizer = loop(rank, path, config(path, SECTIONS[sections]), scaled)
+def train_by_hand(rank: int, path: Path, sections: str, way: str) -> None:
+    ways = way == "scaled", way == "ignoring a module"
+    expected, values, _ = loop(rank, path, None, *ways)
+    got, others, optimizer = loop(rank, path, config(path, SECTIONS[sections]), *ways)
     assert got == expected
     assert_same(others, values)
     assert len(values) == (0 if rank else 21)
@@ -212,11 +218,31 @@ def train_by_hand(rank: int, path: Path, sections: str, scaled: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("way", ["plain", "scaled", "ignoring a module"])
 @pytest.mark.parametrize("sections", ["optimizer", "everything"])
-def test_a_loop_with_accelerate(tmp_path: Path, sections: str, scaled: bool) -> None:
+def test_a_loop_with_accelerate(tmp_path: Path, sections: str, way: str) -> None:
     (tmp_path / "drive").mkdir()
-    in_processes(train_by_hand, tmp_path, sections, scaled)
+    in_processes(train_by_hand, tmp_path, sections, way)
+
+
+def offer_another(rank: int, path: Path) -> None:
+    pretend_to_have_accelerators()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = llama()
+    whole = list(model.parameters())
+    settings = config(path, EVERYTHING)
+    model, _ = prepare(accelerator, model, torch.optim.AdamW(whole), settings)
+    with pytest.raises(swapper.ConfigError, match="has parameters that are not its own"):
+        prepare(accelerator, model, torch.optim.AdamW(whole), settings)
+    prepare(accelerator, model, torch.optim.AdamW(model.parameters()), settings)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_an_optimizer_of_what_the_model_was_before_it_was_sharded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    in_processes(offer_another, tmp_path)
 
 
 @pytest.mark.parametrize(
