@@ -21,6 +21,7 @@ from swapper.gradient.swapper import GradientSwapper
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import swapper_of
+from swapper.tensors.sharded import is_sharded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -58,12 +59,12 @@ def prepare(
         raise ConfigError(
             f"swapper.hf.prepare: {type(accelerator).__name__} is not an accelerate.Accelerator; it comes first"
         )
-    is_sharded = shards(accelerator)
+    in_shards = shards(accelerator)
     check_is_model(model)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
-    if is_sharded:
+    if in_shards:
         return tuple(_prepare_sharded(accelerator, accelerator.prepare, as_config(config), model, *optimizers, *others))
     swap(accelerator, model, optimizers, as_config(config))
     return tuple(accelerator.prepare(model, *optimizers, *others))
@@ -106,8 +107,9 @@ def _prepare_sharded(
         kinds = {torch.nn.Module: accelerator.prepare_model, Optimizer: accelerator.prepare_optimizer}
         makes = (next((make for kind, make in kinds.items() if isinstance(each, kind)), plain) for each in objects)
         prepared = tuple(make(each) for make, each in zip(makes, objects, strict=True))
-        known = {*models[0].parameters()}
-        if any(p not in known for each in prepared if isinstance(each, Optimizer) for p in _parameters_of(each)):
+        own = {*models[0].parameters()}  # After an evaluation those of the outermost module are whole.
+        found = (p for each in prepared if isinstance(each, Optimizer) for p in _parameters_of(each))
+        if any(not is_sharded(p) and p not in own for p in found):
             raise ConfigError(
                 "the model is sharded already, and an optimizer has parameters that are not its own, as those from "
                 "before it was sharded; make the optimizer of model.parameters() as they are now"
