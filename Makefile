@@ -11,7 +11,8 @@ OMP_WAIT_POLICY ?= PASSIVE
 export OMP_WAIT_POLICY
 
 # The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given
-# back, so that a transfer into it is seen. The format names the library of each frame: tests/support/lost_memory.py looks for ours.
+# back, so that a transfer into it is seen. The format names the library of each frame: tests/support/lost_memory.py
+# looks for ours.
 # Tests: whatever uses the core directly, and one file of it all from the top; the others are about arithmetic. Those
 # that are long and use it only to let a drive fail, or count what Python does, are left out, and those on the simulated
 # device, which is not there.

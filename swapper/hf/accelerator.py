@@ -18,6 +18,7 @@ from swapper.api.arguments import ConfigLike, as_config, check_is_model
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.gradient.swapper import GradientSwapper
+from swapper.optimizer.plan import parameters_of
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import swapper_of
@@ -97,7 +98,9 @@ def swap_when_sharded(accelerator: Accelerator, settings: OffloadConfig) -> None
 def _prepare_sharded(
     accelerator: Accelerator, plain: Callable[..., Any], settings: OffloadConfig, *objects: Any, **named: Any
 ) -> Any:
-    """A model that was prepared before, as by the first of two `Trainer.train`, is sharded. Of it accelerate would find
+    """`accelerator.prepare`, after which a model and its optimizers are offloaded.
+
+    A model that was prepared before, as by the first of two `Trainer.train`, is sharded. Of it accelerate would find
     the optimizer's parameters by their addresses again, and what is evicted has none.
     """
     models = [each for each in objects if isinstance(each, torch.nn.Module)]
@@ -108,7 +111,7 @@ def _prepare_sharded(
         makes = (next((make for kind, make in kinds.items() if isinstance(each, kind)), plain) for each in objects)
         prepared = tuple(make(each) for make, each in zip(makes, objects, strict=True))
         own = {*models[0].parameters()}  # After an evaluation those of the outermost module are whole.
-        found = (p for each in prepared if isinstance(each, Optimizer) for p in _parameters_of(each))
+        found = (p for each in prepared if isinstance(each, Optimizer) for p in parameters_of(each))
         if any(not is_sharded(p) and p not in own for p in found):
             raise ConfigError(
                 "the model is sharded already, and an optimizer has parameters that are not its own, as those from "
@@ -144,10 +147,6 @@ def _innermost(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer: it cannot be swapped")
     return optimizer
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
@@ -199,7 +198,7 @@ def _clip(
     parameters, limit, *kind = given.arguments.values()
     found: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = set(map(id, found))
-    concerned = [o for o in optimizers if any(id(p) in wanted for p in _parameters_of(o))]
+    concerned = [o for o in optimizers if any(id(p) in wanted for p in parameters_of(o))]
     swappers = [swapper for optimizer in concerned if (swapper := swapper_of(optimizer)) is not None]
     if any(swapper.backward_steps is not None for swapper in swappers):
         if math.isinf(limit):

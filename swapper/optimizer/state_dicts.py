@@ -341,7 +341,7 @@ def _set_by_the_class(
                 stepped = torch.nn.Parameter(values.to("cpu", torch.float32) if segment.master else values)
             state = defaultdict(dict, {stepped: cast})
             stand_in.__setstate__({"state": state, "param_groups": [{**group, "params": [stepped]}]})
-            last = of, {**stand_in.state.get(stepped, {}), **{key: given[key] for key in given if key == MASTER}}
+            last = of, {**stand_in.state.get(stepped, {}), **({MASTER: given[MASTER]} if MASTER in given else {})}
         return last[1]
 
     return found

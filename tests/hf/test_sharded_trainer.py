@@ -195,7 +195,7 @@ def loop(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step == 3 and not scaled and not ignores:  # accelerate 1.15 loads no scaler that has been used.
+        if step == 3 and not scaled:  # accelerate 1.15 loads no scaler that has been used.
             accelerator.save_state(str(path / f"state of {settings is None}"))
             with torch.no_grad():
                 for p in model.parameters():

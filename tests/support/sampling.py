@@ -152,8 +152,11 @@ def _part_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        one = len(getattr(getattr(cases[0], "callspec", None), "_idlist", ())) == 1
-        yield from _covering(cases, -(-len(cases) // 2) if one else None) if hasattr(cases[0], "callspec") else cases
+        parameters = len(getattr(getattr(cases[0], "callspec", None), "_idlist", ()))
+        if parameters == 0:
+            yield from cases
+        else:
+            yield from _covering(cases, -(-len(cases) // 2) if parameters == 1 else None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -169,7 +172,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return "all tests" if ALL else f"a sample of the tests, SWAPPER_SEED={SEED}; all with SWAPPER_TESTS=all"
+    if EVERY:
+        return "all tests"
+    return f"a {'large ' if ALL else ''}sample of the tests, SWAPPER_SEED={SEED}; all with SWAPPER_TESTS=every"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
