@@ -163,7 +163,7 @@ class Stepper:
         else:
             self._native.begin_step(segment for _, active in work for segment in active)
         self._slices.clear()
-        moves = self.plan.on_accelerator or self.plan.step_in_backward or any(map(_is_evicted_inside, work))
+        moves = self.plan.on_accelerator or self.plan.step_in_backward or any(map(_evicted_inside, work))
         self._in_memory = not moves and self.parameters is None and self.gradients is None
         self.hold_scratch()
         if self._slots is not None:
@@ -292,8 +292,9 @@ class Stepper:
             if self.parameters is not None:
                 stepped = [segment.parameter for segment in active]
                 self._on_host = stack.enter_context(self.parameters.stepping(stepped, self._device))
-            if _is_evicted_inside(work[i]):  # By a swapper that was made for others. The class is given what is inside.
-                stack.enter_context(gathered([segment.parameter for segment in active]))
+            # By a swapper that was made for others. The class is given what is inside.
+            if others := [p for p in _evicted_inside(work[i]) if p not in self._on_host]:
+                stack.enter_context(gathered(others))
             if self.gradients is not None:
                 self._take_gradients(self.gradients, active, stack)
         except BaseException:
@@ -502,9 +503,9 @@ class Stepper:
             self._records.count_reset()
 
 
-def _is_evicted_inside(work: Work) -> bool:
-    """True if any of what is to be stepped is a DTensor, as of FSDP2, whose values on this rank are not in memory."""
-    return any(segment.of.sharded and is_evicted(segment.local) for segment in work[1])
+def _evicted_inside(work: Work) -> list[torch.nn.Parameter]:
+    """The DTensors, as of FSDP2, of what is to be stepped whose values on this rank are not in memory."""
+    return [segment.parameter for segment in work[1] if segment.of.sharded and is_evicted(segment.local)]
 
 
 def _takes_any(segment: Segment) -> bool:
