@@ -47,6 +47,6 @@ file into the buffer, the class's own `step` runs on it there, and the buffer go
 The package adds what makes this work for any class and any size, on time. `probe` learns the layout of a class's state,
 and whether the class can be stepped in slices; `cuts` says where, so that the bits stay; `segments` and `plan` lay the
 slices out in records. `records` and `operands` open one for a step, and `stepper` has the class step one after another,
-while others are read and written. `conversion` puts that on the user's object, `state_dicts` takes state in and out,
-and `swapper` is what users call.
+while others are read and written. `conversion` puts that on the user's object, `guarded_state` is its `state` then,
+`state_dicts` takes state in and out, and `swapper` is what users call.
 '''

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.metrics import Metrics, Moves, Stats, moves_of
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
-from swapper.optimizer.conversion import Conversion, GuardedState
+from swapper.optimizer.conversion import Conversion
 from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
@@ -112,7 +112,7 @@ class OptimizerSwapper:
         self._records = StateRecords(plan, records, store)
         self._guard = Guard(self._stepper, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
-        self._conversion = Conversion(optimizer, GuardedState(self))
+        self._conversion = Conversion(optimizer, self)
         self._loading: tuple[dict[int, dict[str, Any]], object] | None = None  # and the groups before
         self._advised = False
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -487,15 +487,9 @@ class OptimizerSwapper:
         self._check_usable("reading optimizer.state")
         return self._plan.segments_of(parameter)[0].small
 
-    def take_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """Forget the state of a parameter, and return it, as the class would have it on the parameter's device.
-
-        Errors as for `assign_state`.
-        """
-        self._check_usable("popping optimizer.state")
-        entries = self._gathered([parameter]).get(id(parameter), {})
-        self.assign_state(parameter, {})
-        return {key: as_plain_state(key, value, parameter, False) for key, value in entries.items()}
+    def plain_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """As `state`, as the class would have it on the parameter's device."""
+        return {key: as_plain_state(key, value, parameter, False) for key, value in self.state(parameter).items()}
 
     def assign_state(self, parameter: torch.nn.Parameter, entries: Mapping[str, Any]) -> None:
         """Replace the state of a parameter by a copy of `entries`, with the dtypes they have; without any, forget it.

@@ -22,7 +22,7 @@ from swapper.tensors.sharded import local_of
 
 __all__ = ["OWN_ATTRIBUTES", "Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded"]
 
-OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
+OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__", "load_state_dict"})
 """Names that wrapping puts on the user's instance."""
 
 _SHARED = frozenset({"state", "param_groups", "defaults"})

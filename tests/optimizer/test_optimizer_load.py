@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +232,171 @@ def test_a_class_whose_masters_are_loaded_is_given_parameters_of_their_dtype(nvm
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(copy.deepcopy(saved))
     assert bits(optimizer.state_dict()) == bits(saved)
+
+
+class LoadsItself(InHalf):
+    """A `load_state_dict` of its own changes what torch's has loaded, one way or another."""
+
+    way: Callable[[LoadsItself, dict[str, Any]], None]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.way(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["bits"] = state.get("bits", torch.zeros_like(p, dtype=torch.int64)) * 3 + 1
+                state.setdefault("last", deque(maxlen=2)).append(p.grad.flatten()[:2].clone())
+                p.mul_(1 - 1e-3 * (state["bits"] % 2)).sub_(state["last"][0].sum(), alpha=1e-3)
+
+
+def restore(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """As pytorch_optimizer does it: integers, which torch casts."""
+    for p, number in zip(self.param_groups[0]["params"], state_dict["param_groups"][0]["params"], strict=True):
+        if (saved := state_dict["state"].get(number)) is not None:
+            mine = self.state[p]
+            self.state[p] = {k: v if k in ("bits", "last") else mine[k] for k, v in saved.items()}
+
+
+def edit(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    for entries in self.state.values():
+        entries["average"].mul_(0.5)
+        entries["bits"] += 1
+        entries["last"].append(entries["last"][0] * 2)
+
+
+def set_items(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    for p in self.state:
+        self.state[p]["average"] = self.state[p]["average"] * 0.5
+        self.state[p].update(bits=self.state[p]["bits"].long() + 1)
+        assert self.state[p]["bits"].dtype is torch.int64
+
+
+def forget_some(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    first, second, *_ = self.state
+    del self.state[first]["last"]
+    entries = self.state[second]
+    entries["average"].zero_()
+    self.state[second] = {**self.state.pop(second), "count": torch.tensor(7.0)}
+    assert not entries["average"].any()
+
+
+def read(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """Reads all at once, and changes nothing."""
+    entries = list(self.state.values())
+    assert all(each["average"].isfinite().all() for each in entries)
+
+
+def change_after(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """Has all at once, and changes it then."""
+    for number, entries in enumerate(list(self.state.values())):
+        if number % 2:
+            entries["average"].mul_(0.5)
+        else:
+            entries["average"] = entries["average"] * 0.5
+    assert self.state[next(iter(self.state))]["average"] is next(iter(self.state.values()))["average"]
+
+
+def all_bits(optimizer: Optimizer) -> list[Any]:
+    state = optimizer.state_dict()["state"].values()
+    return [bits({k: list(v) if isinstance(v, deque) else v for k, v in entries.items()}) for entries in state]
+
+
+WAYS = [change_after, restore, edit, set_items, forget_some, read]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_class_may_change_what_is_loaded(nvme_path: Path, way: Any, dtype: torch.dtype) -> None:
+    found = []
+    for swapped in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in ((300, 40), (77, 300), (3,))]
+        optimizer: Any = LoadsItself(parameters)
+        optimizer.way = functools.partial(way, optimizer)
+        wrap(optimizer, nvme_path) if swapped else None
+        step(parameters[:2], optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        found.append([all_bits(optimizer)])
+        if swapped:
+            with pytest.raises(swapper.SwapError, match="cannot be read"):
+                optimizer.state[parameters[0]]["average"]
+        step(parameters, optimizer, range(2, 5))
+        found[-1] += [all_bits(optimizer), bits([p.detach() for p in parameters])]
+        if swapped:
+            swapper.unwrap_optimizer(optimizer)
+            assert "load_state_dict" not in vars(optimizer)
+            optimizer.load_state_dict(saved)
+    assert found[0] == found[1]
+
+
+def test_a_class_has_the_state_of_few_parameters_in_memory(nvme_path: Path) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def look(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+        for p in self.param_groups[0]["params"]:
+            entries = self.state[p]
+            self.state[p] = {key: value.to(value.dtype) for key, value in entries.items() if key != "last"}
+            seen.append(weakref.ref(self.state[p]["average"]))
+            assert sum(ref() is not None for ref in seen) <= 3
+
+    optimizer: Any = wrap(LoadsItself([nn.Parameter(torch.randn(30, 40)) for _ in range(20)]), nvme_path)
+    step(optimizer.param_groups[0]["params"], optimizer, range(1))
+    optimizer.way = functools.partial(look, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(seen) == 20 and not any(ref() is not None for ref in seen)
+
+
+def test_load_state_dict_that_was_put_on_the_object_is_called_and_stays(nvme_path: Path) -> None:
+    optimizer: Any = torch.optim.AdamW([nn.Parameter(torch.randn(300, 40))])
+
+    def load(state_dict: dict[str, Any]) -> None:
+        torch.optim.AdamW.load_state_dict(optimizer, state_dict)
+        for entries in optimizer.state.values():
+            entries["exp_avg"].zero_()
+
+    optimizer.load_state_dict = load
+    wrap(optimizer, nvme_path)
+    step(optimizer.param_groups[0]["params"], optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    entries = optimizer.state_dict()["state"][0]
+    assert not entries["exp_avg"].any() and entries["exp_avg_sq"].any()
+    swapper.unwrap_optimizer(optimizer)
+    assert optimizer.load_state_dict is load
+
+
+def test_tensors_that_a_class_changes_too_late_are_no_silent_loss(nvme_path: Path) -> None:
+    def change(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+        averages = [entries["average"] for entries in self.state.values()]
+        averages[0].mul_(0.5)
+
+    parameters = [nn.Parameter(torch.randn(300, 40)) for _ in range(5)]
+    optimizer: Any = wrap(LoadsItself(parameters), nvme_path)
+    step(parameters, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.way = functools.partial(change, optimizer)
+    with pytest.raises(swapper.SwapError, match="let go of state"):
+        optimizer.load_state_dict(saved)
+    optimizer.way = lambda _: None
+    optimizer.load_state_dict(saved)
+    assert [each["bits"].dtype for each in optimizer.state_dict()["state"].values()] == [torch.float32] * 5
+
+
+def test_what_a_class_changes_beside_masters_is_loaded(nvme_path: Path) -> None:
+    parameters = [nn.Parameter(torch.randn(300, 40).bfloat16()) for _ in range(3)]
+    optimizer: Any = LoadsItself(parameters)
+    optimizer.kept_in = torch.float32
+    optimizer.way = functools.partial(edit, optimizer)
+    wrap(optimizer, nvme_path, master_weights=True)
+    step(parameters, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for number, entries in optimizer.state_dict()["state"].items():
+        assert bits(entries["average"]) == bits(saved["state"][number]["average"] * 0.5)
+        assert bits(entries["master_param"]) == bits(saved["state"][number]["master_param"])
+    assert optimizer.swapper.stats().masters_reset == 0
