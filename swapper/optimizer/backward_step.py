@@ -140,9 +140,10 @@ class BackwardSteps:
             if first and not self._window.stepped and not known.stepped:
                 self._count_anew(known)
             count = known.arrived + 1
-            if known.stepped or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
+            too_many = known.stepped or count > self._plan.gradient_accumulation_steps
+            if too_many or self._is_another_pass():
                 set_raw_gradient(p, None)
-                raise SwapError(self._too_many())
+                raise SwapError(self._too_many() if too_many else self._another_pass())
             known.arrived = count
             if self._plan.on_accelerator:
                 self._window.streams.update(current_streams([self._plan.device]))
@@ -396,6 +397,15 @@ class BackwardSteps:
                 "false, or bfloat16, which needs no scaling. (A scaler of another model is no hindrance, unless the "
                 "loss of this one is multiplied by a number, which looks the same: divide it instead.)"
             )
+
+    def _another_pass(self) -> str:
+        passes = self._plan.gradient_accumulation_steps
+        return (
+            "a backward pass came after the one in which parameters were stepped; with step_in_backward all have their "
+            f"last gradients in one pass, the last of gradient_accumulation_steps: {passes}. Set that to the number of "
+            "backward passes before a step, or use step_in_backward: false, as for pipeline schedules with several "
+            "stages on a rank"
+        )
 
     def _too_many(self) -> str:
         passes = self._plan.gradient_accumulation_steps
