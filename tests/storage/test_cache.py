@@ -324,13 +324,17 @@ def test_recover_gives_back_what_was_taken_and_lets_writes_go_on(nvme_path: Path
         cache.flush()
 
 
-def test_everything_is_counted(nvme_path: Path) -> None:
+def test_everything_is_counted(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with world(nvme_path, buffers=1) as w, Timeline() as timeline:
         cache = w.cache()
-        for i in range(4):
-            write(cache, i, i)
-        for i in range(4):
-            assert read(cache, i) == i
+        go_on_when_waited_for(monkeypatch, w.faults)
+        with still(w.faults):
+            for i in range(4):
+                write(cache, i, i)
+        cache.flush()
+        with still(w.faults):
+            for i in range(4):
+                assert read(cache, i) == i
         assert (w.metrics.writes, w.metrics.reads) == (4, 4)
         cache.stage(key(0), SIZE)
         while w.handle.in_flight:
