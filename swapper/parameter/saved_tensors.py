@@ -94,6 +94,29 @@ def saves_locations() -> bool:
     return hooks is not None and hooks[0].__module__ == __name__
 
 
+class _AroundCheckpoint(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks around those of activation checkpointing, behind which torch finds the user's as behind those.
+
+    Args:
+        inner: what checkpointing packs with.
+    """
+
+    def __init__(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], inner: Callable[..., Any]
+    ) -> None:
+        super().__init__(pack, unpack)
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        if getattr(self._inner, "_checkpoint_internal", False):
+            vars(self.pack_hook).update(_checkpoint_internal=True, _user_hooks=self._inner._user_hooks)  # type: ignore[attr-defined]
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        vars(self.pack_hook).pop("_user_hooks", None)  # The graph keeps what packs, in a way that gc cannot see.
+
+
 def _with_checkpoint(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
@@ -127,7 +150,7 @@ def _with_checkpoint(
         tensor = unpack(saved)
         return _unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack_locations, unpack_locations)
+    return _AroundCheckpoint(pack_locations, unpack_locations, pack)
 
 
 _unpacked_here: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -202,6 +225,11 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed | _PackedWrapper:
         return location
     # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
     return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+# From torch 2.15 on, checkpointing with a policy applies hooks of the user to what it keeps, or warns that it will.
+# Ours have the marks of its own, so that it takes them for none: see `_current_user_saved_tensors_hooks` there.
+vars(_pack).update(_checkpoint_internal=True, _user_hooks=None)
 
 
 def _location_of(tensor: torch.Tensor) -> _Packed | None:

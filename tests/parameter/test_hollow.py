@@ -201,6 +201,7 @@ def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def in_torch_script(m: Any, x: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         run: Callable[..., torch.Tensor] = torch.jit.script(scripted)
     return run(x, m.square)
 

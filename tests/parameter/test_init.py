@@ -303,7 +303,7 @@ def test_scripted_modules_stay_in_memory(nvme_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.plain = nn.Linear(WIDTH, WIDTH)
-            with pytest.warns(DeprecationWarning):
+            with pytest.warns((DeprecationWarning, FutureWarning)):
                 self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

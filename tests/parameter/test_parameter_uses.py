@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -862,6 +863,48 @@ def test_saved_tensors_hooks_of_the_user(name: str, nvme_path: Path) -> None:
             run.finish_step()
 
     run_twice(nvme_path, partial(Mlp, 10), program, spare_bytes=16384 * 3)
+
+
+def test_checkpointing_finds_hooks_of_the_user_behind_ours(nvme_path: Path) -> None:
+    """As torch does from 2.15 on: what it finds it applies to what its policy keeps, or warns of."""
+    seen: list[Any] = []
+
+    def user_hooks() -> Any:
+        hooks = top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+            hooks = hooks[0]._user_hooks
+        seen.append((top, hooks))
+        return hooks
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(x)
+            user_hooks()
+            return y
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    user = (lambda tensor: tensor, lambda saved: saved)
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=user)
+    pack.__module__ = "torch.utils.checkpoint"
+    model = Watched()
+    settings = {"nvme_path": str(nvme_path), "pool_bytes": "4MiB", "offload_param": {"device": "nvme"}}
+    offload(model, config=OffloadConfig(**settings))
+    x = torch.randn(3, WIDTH)
+    model(x)
+    with saved_tensors_hooks(*user):
+        model(x)
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        model(x)
+    (_, alone), (_, users), (ours, behind) = seen
+    assert alone is None and users is not None
+    assert ours[0] is not pack and behind is user and not hasattr(ours[0], "_user_hooks")
+    model.swapper.close()
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
