@@ -31,9 +31,9 @@ from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory, return_free_memory
 from swapper.tensors.evicted import is_evicted
-from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
+from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient, set_raw_gradient
 from swapper.tensors.homes import gathered
-from swapper.tensors.sharded import local_gradient
+from swapper.tensors.sharded import local_gradient, sharded_as
 from swapper.tensors.strides import same_layout
 
 __all__ = ["Stepper"]
@@ -355,6 +355,8 @@ class Stepper:
         self._class_step.check_gradient(p, gradient)
         if gradient is None or _takes_any(segment):  # On disk it is in the layout of its parameter.
             return
+        if (sharded := sharded_as(gradient, p)) is not gradient:
+            set_raw_gradient(p, gradient := sharded)
         gradient, local = local_gradient(p, gradient), segment.local
         if gradient.layout is torch.strided and (segment.whole or (gradient.is_contiguous() and local.is_contiguous())):
             return

@@ -30,6 +30,7 @@ __all__ = [
     "local_value",
     "part_name",
     "reshard",
+    "sharded_as",
     "sharded_like",
 ]
 
@@ -92,7 +93,8 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     """`local_of` the gradient of `parameter`.
 
     Raises:
-        SwapError: it is not sharded as the parameter is, so that its parts do not belong to each other.
+        SwapError: it is not sharded as the parameter is, so that its parts do not belong to each other: see
+            `sharded_as`.
     """
     if not is_sharded(parameter):
         return gradient
@@ -106,6 +108,25 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     local: Any = local_of(gradient)
     # Of a collective that autograd has started and nobody has waited for yet.
     return local if type(local) is torch.Tensor else local.wait() if hasattr(local, "wait") else local
+
+
+def sharded_as(tensor: Any, parameter: torch.Tensor) -> Any:
+    """`tensor`, a DTensor, with the placements of `parameter`, if no rank needs elements of another for that.
+
+    So it is where `tensor` is replicated and `parameter` sharded: torch's own operations on both take the part there
+    too, as of gradients that tensor parallelism replicates. Anything else is returned as it is.
+    """
+    if not is_sharded(tensor) or not is_sharded(parameter) or _sharding(tensor) == _sharding(parameter):
+        return tensor
+    now, wanted = tuple(tensor.placements), tuple(parameter.placements)  # type: ignore[attr-defined]
+    if tensor.device_mesh != parameter.device_mesh or tensor.shape != parameter.shape:  # type: ignore[attr-defined]
+        return tensor
+    for have, want in zip(now, wanted, strict=True):
+        split_once = wanted.count(want) == 1 and type(want).__name__ == "Shard"
+        if have != want and not (type(have).__name__ == "Replicate" and split_once):
+            return tensor
+    with torch.no_grad():
+        return tensor.redistribute(parameter.device_mesh, wanted)  # type: ignore[attr-defined]
 
 
 def sharded_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -241,8 +262,9 @@ def local_value(value: Any, parameter: torch.Tensor, what: str) -> Any:
         what: names it in an error.
 
     Raises:
-        ValueError: it is a DTensor, and not sharded as `parameter` is.
+        ValueError: it is a DTensor, and neither sharded as `parameter` is nor replicated.
     """
+    value = sharded_as(value, parameter)
     if not is_sharded(value):
         return value
     if not is_sharded(parameter) or _sharding(value) != _sharding(parameter):

@@ -393,9 +393,7 @@ def use_state(rank: int, directory: str) -> None:
     ):
         assert same(p, q)
     with pytest.raises(ValueError, match="placements"):
-        optimizer.state[weights[1]] = {
-            "exp_avg": found["exp_avg"].redistribute(placements=[torch.distributed.tensor.Replicate()])
-        }
+        optimizer.state[weights[1]] = {"exp_avg": found["exp_avg"].redistribute(placements=[Shard(1)])}
     with pytest.raises(ValueError, match="placements"):
         optimizer.state[weights[1]] = {"exp_avg": swapper.of(optimizer).state(net.second.weight)["exp_avg"]}
     swapper.of(optimizer).close()
@@ -535,6 +533,65 @@ def test_a_distributed_checkpoint_is_resharded(
     in_processes(load_distributed, str(tmp_path), str(nvme_path), after > 0, count=max(after, 1))
 
 
+def step_replicated_gradients(rank: int, directory: str) -> None:
+    """Gradients of which each rank has all, as tensor parallelism makes some, and so the state that SGD makes of them.
+
+    Plain PyTorch keeps that whole on each rank; here it is sharded as its parameter.
+    """
+    classes: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"foreach": False, "weight_decay": 0.1, "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5, "maximize": True}),
+        (torch.optim.Adagrad, {}),
+    ]
+    replicate = torch.distributed.tensor.Replicate()
+    line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    kinds = [(line, [Shard(0)]), (line, [Shard(1)]), (square, [Shard(0), replicate]), (square, [replicate, Shard(1)])]
+
+    def full(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    for number, (cls, options) in enumerate(classes):
+        dtype = [torch.float32, torch.bfloat16][number % 2]
+        made = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(0)
+            shapes = [(301, 70), (70, 301), (3, 5), (33, 7)]
+            values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+            parameters = [nn.Parameter(distribute_tensor(v, *kind)) for v, kind in zip(values, kinds, strict=True)]
+            made.append((parameters, cls(parameters, lr=1e-2, **options)))
+        (plain, reference), (mine, optimizer) = made
+        in_backward = number % 2 == 0  # Then they arrive by no backward, and `step()` sees to them.
+        swapper.wrap_optimizer(optimizer, config_of(directory, in_backward=in_backward))
+        for seed in range(4):
+            for p, q in zip(plain, mine, strict=True):
+                generator = torch.Generator().manual_seed(seed)
+                gradient = torch.randn(p.shape, generator=generator).to(dtype)
+                assert isinstance(p, DTensor)
+                replicated = distribute_tensor(gradient, p.device_mesh, [replicate] * p.device_mesh.ndim)
+                p.grad, q.grad = replicated, replicated.clone()
+            for each in (reference, optimizer):
+                each.step()
+            for q in mine:
+                assert q.grad is not None and same(q.grad, distribute_like(full(q.grad), q))
+            for each in (reference, optimizer):
+                each.zero_grad()
+            if seed == 1:  # What is replicated in it is loaded too.
+                optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        for p, q in zip(plain, mine, strict=True):
+            assert same(p, q), (cls, p.shape)
+            found, expected = swapper.of(optimizer).state(q), reference.state[p]
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert same(full(found[key]), full(value)), (cls, key)
+        swapper.of(optimizer).close()
+
+
+def distribute_like(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements)
+
+
 def are_refused(rank: int, directory: str) -> None:
     """What does not work is refused on all ranks, by name, with the optimizer as it was."""
 
@@ -567,13 +624,13 @@ def are_refused(rank: int, directory: str) -> None:
     step(net, optimizer)
     before = local(net.second.weight).clone()
     net(torch.ones(1, 33)).backward()
-    gradient = net.norm.weight.grad
+    gradient = net.first.weight.grad
     assert isinstance(gradient, DTensor)
-    net.norm.weight.grad = gradient.redistribute(placements=[torch.distributed.tensor.Replicate()])
+    net.first.weight.grad = gradient.redistribute(placements=[Shard(1)])
     with pytest.raises(swapper.SwapError, match="redistribute"):
         optimizer.step()
     assert same(local(net.second.weight), before)
-    net.norm.weight.grad = gradient
+    net.first.weight.grad = gradient
     optimizer.step()
     swapper.of(optimizer).close()
     partial = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [torch.distributed.tensor.Partial()])
@@ -640,7 +697,15 @@ def agree(rank: int, directory: str) -> None:
 
 
 def use_all(rank: int, directory: str) -> None:
-    for work in (use_state, across_elements, use_dcp, are_refused, misuse_steps_in_backward, agree):
+    for work in (
+        use_state,
+        across_elements,
+        use_dcp,
+        step_replicated_gradients,
+        are_refused,
+        misuse_steps_in_backward,
+        agree,
+    ):
         try:
             work(rank, directory)
         except Exception as error:
