@@ -107,9 +107,8 @@ def _prepare_sharded(
     if not models or not any(isinstance(each, Optimizer) for each in objects):
         return plain(*objects, **named)
     if getattr(models[0], "_is_accelerate_prepared", False):
-        kinds = {torch.nn.Module: accelerator.prepare_model, Optimizer: accelerator.prepare_optimizer}
-        makes = (next((make for kind, make in kinds.items() if isinstance(each, kind)), plain) for each in objects)
-        prepared = tuple(make(each) for make, each in zip(makes, objects, strict=True))
+        places = named.get("device_placement") or [None] * len(objects)
+        prepared = tuple(_prepare_one(accelerator, plain, *each) for each in zip(objects, places, strict=True))
         own = {*models[0].parameters()}  # After an evaluation those of the outermost module are whole.
         found = (p for each in prepared if isinstance(each, Optimizer) for p in parameters_of(each))
         if any(not is_sharded(p) and p not in own for p in found):
@@ -122,6 +121,15 @@ def _prepare_sharded(
     (model,) = (each for each in prepared if isinstance(each, torch.nn.Module))
     swap(accelerator, model, [each for each in prepared if isinstance(each, Optimizer)], settings)
     return prepared
+
+
+def _prepare_one(accelerator: Accelerator, plain: Callable[..., Any], each: Any, place: bool | None) -> Any:
+    """What is prepared by itself is not sharded."""
+    if isinstance(each, torch.nn.Module):
+        return accelerator.prepare_model(each, device_placement=place)
+    if isinstance(each, Optimizer):
+        return accelerator.prepare_optimizer(each, device_placement=place)
+    return plain(each, device_placement=[place])
 
 
 def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[Any], settings: OffloadConfig) -> None:
