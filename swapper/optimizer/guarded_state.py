@@ -174,7 +174,7 @@ class _Loan:
     def note(self) -> None:
         """The state is as the entries are now."""
         entries = {} if self.entries is None else self.entries
-        tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+        tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and not v.is_inference()}
         self._tensors = {key: (weakref.ref(tensor), tensor._version) for key, tensor in tensors.items()}
         self._others = {key: value for key, value in entries.items() if key not in tensors}
 
@@ -187,22 +187,18 @@ class _Loan:
         return self.entries is None and not self._held
 
     @property
-    def tensors_changed(self) -> bool:
-        """True if any of the tensors has been written to."""
-        return any((t := tensor()) is not None and t._version != version for tensor, version in self._tensors.values())
+    def changed(self) -> bool:
+        """True if a tensor has been written to, or an entry was replaced."""
+        if any((t := tensor()) is not None and t._version != version for tensor, version in self._tensors.values()):
+            return True
+        had = {key: tensor() for key, (tensor, _) in self._tensors.items()} | self._others
+        entries = had if self.entries is None else self.entries
+        return entries.keys() != had.keys() or any(entries[key] is not value for key, value in had.items())
 
     @property
     def may_have_changed(self) -> bool:
-        """True if the entries are not what they were, or have values that do not tell."""
-        entries = self.entries
-        assert entries is not None
-        had = {key: tensor() for key, (tensor, _) in self._tensors.items()} | self._others
-        return (
-            self.tensors_changed
-            or entries.keys() != had.keys()
-            or any(entries[key] is not value for key, value in had.items())
-            or not all(isinstance(value, _IMMUTABLE) for value in self._others.values())
-        )
+        """True also if there are values that do not tell."""
+        return self.changed or not all(isinstance(value, _IMMUTABLE) for value in self._others.values())
 
 
 class GuardedState(defaultdict[torch.Tensor, Any]):
@@ -224,6 +220,8 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         self._lends = False
         self._loans: dict[int, _Loan] = {}
         self._most_loans = _FEWEST_LOANS
+        self._stale: list[_Loan] = []  # They have ended, and somebody has them, or tensors of them.
+        self._passing_on = False
 
     @contextmanager
     def lent(self, optimizer: Optimizer) -> Iterator[None]:
@@ -235,17 +233,18 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             optimizer: whose state this is; what is changed counts only if it still is at the end.
 
         Raises:
-            SwapError: tensors were changed of entries that nobody had any longer.
+            SwapError: entries were changed that were those of the parameter no longer.
         """
         self._lends = True
         try:
             yield
             if optimizer.state is self:
-                for loan in self._loans.values():
-                    self._take_changes(loan)
+                self._end_loans()
+                self._check_stale()
         finally:
             self._lends = False
             self._loans.clear()
+            self._stale.clear()
 
     def _lend(self, parameter: torch.Tensor) -> _Lent:
         loan = self._loans.get(id(parameter))
@@ -257,25 +256,43 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
                 self._most_loans = max(_FEWEST_LOANS, 2 * len(self._loans))  # Those that are held are not asked often.
             with outside_of_inference():
                 loan = _Loan(parameter, self._owner().plain_state(parameter))  # type: ignore[arg-type]
+            if (ended := self._loans.get(id(parameter))) is not None:
+                self._stale.append(ended)
             self._loans[id(parameter)] = loan
         assert loan.entries is not None
         return loan.entries
 
     def _take_changes(self, loan: _Loan) -> None:
-        if loan.entries is None:
-            if loan.tensors_changed:
-                raise SwapError(
-                    "load_state_dict of the optimizer's class changed a tensor of a parameter's state after it had "
-                    "let go of state[parameter]. State that is swapped is in memory for few parameters at a time: have "
-                    "the class keep state[parameter] until then, or load the state before the optimizer is wrapped"
-                )
-        elif loan.may_have_changed:
-            self._owner().assign_state(loan.parameter, loan.entries)  # type: ignore[arg-type]
+        if loan.entries is not None and loan.may_have_changed:
+            self._assign(loan.parameter, loan.entries)
             loan.note()
+
+    def _end_loans(self) -> None:
+        """The state may be another from here on: entries that were lent are not those of the parameters any more."""
+        loans, self._loans = self._loans, {}
+        for loan in loans.values():
+            self._take_changes(loan)
+        self._stale += [loan for loan in loans.values() if not loan.end()]
+
+    def _check_stale(self) -> None:
+        if any(loan.changed for loan in self._stale):
+            raise SwapError(
+                "load_state_dict of the optimizer's class changed entries of a parameter's state, or a tensor of them, "
+                "that it had from before it let go of state[parameter], or from before a step. State that is swapped "
+                "is in memory for few parameters at a time: have the class ask for state[parameter] again, or load the "
+                "state before the optimizer is wrapped"
+            )
 
     def _replace(self, key: Any, entries: Mapping[str, Any]) -> None:
         self._loans.pop(id(key), None)
-        self._owner().assign_state(key, entries)
+        self._assign(key, entries)
+
+    def _assign(self, key: Any, entries: Mapping[str, Any]) -> None:
+        self._passing_on, before = True, self._passing_on
+        try:
+            self._owner().assign_state(key, entries)
+        finally:
+            self._passing_on = before
 
     def keys_of(self, parameter: Any) -> tuple[str, ...]:
         """Names of the state of a parameter."""
@@ -312,11 +329,13 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             self._given.pop(key, None)
 
     def check_given(self) -> None:
-        """Refuse what was written to a copy that `number_of` has given; then all are forgotten.
+        """Refuse what was written to a copy that `number_of` has given; then all are forgotten. Ends what is lent.
 
         Raises:
             SwapError: it says what to do in place of it.
         """
+        if not self._passing_on:
+            self._end_loans()
         given = list(self._given.values())
         self._given.clear()
         if any(repr(each.copy.item()) != repr(each.value) for each in given):  # NaN is no other value than NaN.

@@ -301,12 +301,26 @@ def change_after(self: LoadsItself, state_dict: dict[str, Any]) -> None:
     assert self.state[next(iter(self.state))]["average"] is next(iter(self.state.values()))["average"]
 
 
+def use_within(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """Looks at the state as a whole, and steps, between two changes."""
+    for entries in self.state.values():
+        entries["average"].mul_(0.5)
+    seen = [entries["average"].double().sum() for entries in self.state_dict()["state"].values()]
+    self.state[next(iter(self.state))]["average"].mul_(float(seen[-1]))
+    for p in self.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    self.step()
+    self.zero_grad()
+    for entries in self.state.values():
+        entries["average"] = entries["average"] + 1
+
+
 def all_bits(optimizer: Optimizer) -> list[Any]:
     state = optimizer.state_dict()["state"].values()
     return [bits({k: list(v) if isinstance(v, deque) else v for k, v in entries.items()}) for entries in state]
 
 
-WAYS = [change_after, restore, edit, set_items, forget_some, read]
+WAYS = [change_after, use_within, restore, edit, set_items, forget_some, read]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -333,6 +347,19 @@ def test_a_class_may_change_what_is_loaded(nvme_path: Path, way: Any, dtype: tor
             assert "load_state_dict" not in vars(optimizer)
             optimizer.load_state_dict(saved)
     assert found[0] == found[1]
+
+
+def test_entries_that_a_class_has_from_before_a_step_are_not_those_after_it(nvme_path: Path) -> None:
+    def change(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+        entries = self.state[self.param_groups[0]["params"][0]]
+        step(self.param_groups[0]["params"], self, range(1))
+        entries["average"].mul_(0.5)
+
+    optimizer: Any = wrap(LoadsItself([nn.Parameter(torch.randn(300, 40)) for _ in range(2)]), nvme_path)
+    step(optimizer.param_groups[0]["params"], optimizer, range(2))
+    optimizer.way = functools.partial(change, optimizer)
+    with pytest.raises(swapper.SwapError, match="from before a step"):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_class_has_the_state_of_few_parameters_in_memory(nvme_path: Path) -> None:
