@@ -257,7 +257,7 @@ def test_a_pass_beyond_the_window_that_begins_with_a_parameter_with_few_gradient
     (model[0](x) + model[1](x)).sum().backward()
     model[0](x).sum().backward()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(SwapError, match="gradient_accumulation_steps: 2"):
+    with pytest.raises(SwapError, match=r"a backward pass came after .* gradient_accumulation_steps: 2"):
         model[1](x).sum().backward()  # Its second gradient, but in the third pass.
     assert same(before, [p.detach().clone() for p in model.parameters()])
     swapper.of(optimizer).close()
