@@ -14,7 +14,7 @@ from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
 from swapper.files.rows import rows_of
 from swapper.files.tensor_files import StoredTensor
-from swapper.files.unread import Recipe, sources_of, write_values
+from swapper.files.unread import Recipe, Unread, sources_of, write_values
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.building import device_of
 from swapper.parameter.conversions import Conversion, Source
@@ -235,7 +235,9 @@ def _check(model: torch.nn.Module, settings: OffloadConfig, device: torch.device
             raise ConfigError(f"weights: {name} is a DTensor, and has a part of its values; offload it without them")
         if tensor.is_inference() and isinstance(tensor, torch.nn.Parameter) and tensor.device == device:
             raise ConfigError(f"weights: {name} was made in inference mode; make the model outside of it")
-        if is_wrapper(tensor) and any(inner.tensor.device != device for inner in inner_tensors(name, tensor)):
+        inside = [inner.tensor for inner in inner_tensors(name, tensor)] if is_wrapper(tensor) else []
+        unread = any(isinstance(each, Unread) for each in inside)  # Then it is made anew.
+        if not unread and any(each.device != device for each in inside):
             where = "the meta device" if tensor.device.type == "meta" else str(tensor.device)
             raise ConfigError(
                 f"weights: {name} is a {type(tensor).__name__} on {where}, and what is inside of it cannot be "

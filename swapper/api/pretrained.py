@@ -112,11 +112,11 @@ def _load(
         kwargs["config"] = model_config
     maker, quantised_by = _class_of(transformers, model_class, where, kwargs)
     if quantised_by:
-        _check_quantised(where, quantised_by, on, kwargs)
+        _check_quantised(where, quantised_by, kwargs)
     asked = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs.update(ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True)
     # On the CPU, whatever the default: no weight is read to be copied elsewhere.
-    with unread_files(quantised_by) as files, torch.device("cpu"):
+    with unread_files(on, quantised_by) as files, torch.device("cpu"):
         made = maker.from_pretrained(where, **kwargs)
     if not isinstance(made, tuple):  # A config, say.
         raise ConfigError(f"model_class: {getattr(maker, '__name__', maker)}.from_pretrained makes no model")
@@ -191,11 +191,11 @@ def _check_index(directory: Path, kwargs: dict[str, Any]) -> None:
         find_by_index(index)
 
 
-def _check_quantised(path: str, by: str, device: torch.device, kwargs: dict[str, Any]) -> None:
+def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
     """Refuse a model that is quantised in a way that is not known to stay in its files.
 
     Raises:
-        ConfigError: by another than `_QUANTISED`; or it is to compute on an accelerator.
+        ConfigError: by another than `_QUANTISED`.
         SwapError, SwapIOError: a file is broken. transformers reads what is said of the tensors there, by itself.
     """
     if by not in _QUANTISED:
@@ -203,11 +203,6 @@ def _check_quantised(path: str, by: str, device: torch.device, kwargs: dict[str,
             f"{path} is a quantised model ({by}), and of those only {' and '.join(_QUANTISED)}'s stay in their files "
             "in this version of swapper; load it in memory, run a forward, in which some decompress their weights, and "
             "then call swapper.offload"
-        )
-    if device.type != "cpu":
-        raise ConfigError(
-            f"{path} is a quantised model, which comes from files to the CPU only in this version of swapper, and is "
-            f"to compute on {device}; load it there and call swapper.offload"
         )
     if by == "bitsandbytes":
         kwargs["device_map"] = {"": "cpu"}  # Else it goes to the accelerator, where there is one.

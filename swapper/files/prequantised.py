@@ -1,8 +1,8 @@
 """Lets transformers make the weights that bitsandbytes has quantised from tensors that are not read.
 
-A parameter of bitsandbytes cannot be made of `Unread` tensors: it has memory. So it is made of ordinary ones whose
-memory nobody has touched, which costs addresses only; `Unfilled` knows what each of them is in the files. What is no
-tensor of the model, but says what the others mean, is read at once.
+A parameter of bitsandbytes cannot be made of `Unread` tensors: it has memory. So it is made of ordinary ones that are
+on its device and have none yet, or nothing but addresses; `Unfilled` knows what each of them is in the files. What is
+no tensor of the model, but says what the others mean, is read at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from swapper.errors import SwapError
 from swapper.files.tensor_files import parse_json
 from swapper.files.unread import Recipe, Unread, read_now, sources_of
+from swapper.io.devices import is_accelerator
 
 __all__ = ["Unfilled", "prequantised", "untouched"]
 
@@ -24,23 +25,28 @@ _MODULE = "transformers.integrations.bitsandbytes"
 
 
 class Unfilled:
-    """Tensors in memory that nobody has touched, and what each of them is in files."""
+    """Tensors that have no values yet, and what each of them is in files.
 
-    def __init__(self) -> None:
+    Args:
+        device: that they are on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._found: dict[int, tuple[torch.Tensor, Recipe]] = {}
 
     def stand_in(self, tensor: Unread) -> torch.Tensor:
-        """Give an ordinary tensor for `tensor`, without values. Kept until `clear`, so its address is its own."""
-        made = untouched(tensor.like)
+        """Give an ordinary tensor for `tensor`, without values. Kept until `clear`, so its storage is its own."""
+        made = untouched(tensor.like, self._device)
         if tensor.numel():
-            self._found[made.untyped_storage().data_ptr()] = made, tensor.recipe
+            self._found[made.untyped_storage()._cdata] = made, tensor.recipe
         return made
 
     def recipe_of(self, tensor: torch.Tensor) -> Recipe | None:
-        """Give what is to be in `tensor`, if it has the memory of a stand-in."""
-        if tensor.layout is not torch.strided or not self._found or tensor.device.type != "cpu":
+        """Give what is to be in `tensor`, if it has the storage of a stand-in."""
+        if tensor.layout is not torch.strided or not self._found or tensor.device != self._device:
             return None
-        found = self._found.get(tensor.untyped_storage().data_ptr())
+        found = self._found.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
     def clear(self) -> None:
@@ -48,8 +54,15 @@ class Unfilled:
         self._found.clear()
 
 
-def untouched(like: torch.Tensor) -> torch.Tensor:
-    """Make a tensor on the CPU, of the shape, strides and dtype of `like`, whose memory nobody has touched."""
+def untouched(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Make a tensor of the shape, strides and dtype of `like`, whose memory nobody has touched.
+
+    On an accelerator, where that would be taken all the same, its storage has none and a length of 0.
+    """
+    if is_accelerator(device):
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        made.untyped_storage().resize_(0)
+        return made
     # Not by `torch.empty`, which fills it where deterministic algorithms are asked for.
     storage = torch.UntypedStorage(like.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, like.stride())

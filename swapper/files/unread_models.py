@@ -56,12 +56,14 @@ class FilesRead:
     """The safetensors files that were opened within `unread_files`, and their headers.
 
     Attributes:
+        device: that the model is to compute on.
         unfilled: what stands for tensors of them that bitsandbytes has quantised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._headers: dict[Path, list[StoredTensor]] = {}
-        self.unfilled = Unfilled()
+        self.device = device
+        self.unfilled = Unfilled(device)
 
     def header(self, path: Path) -> list[StoredTensor]:
         """Give the header of a file, which is read once.
@@ -130,12 +132,13 @@ class _UnreadFile:
 
 
 @contextmanager
-def unread_files(quantised_by: str = "") -> Iterator[FilesRead]:
+def unread_files(device: torch.device, quantised_by: str = "") -> Iterator[FilesRead]:
     """Within it, in this thread, what transformers loads from safetensors files is `Unread`.
 
     Other threads that load a model meanwhile wait, or are not concerned.
 
     Args:
+        device: that the model is to compute on.
         quantised_by: what has quantised the model, as transformers names it; "" for none.
 
     Raises:
@@ -143,7 +146,7 @@ def unread_files(quantised_by: str = "") -> Iterator[FilesRead]:
         SwapError: a quantised weight is not complete, or does not fit the model.
     """
     module = importlib.import_module("transformers.modeling_utils")
-    found = FilesRead()
+    found = FilesRead(device)
     with _patching:
         plain: Callable[..., Any] | None = vars(module).get("safe_open")
         if plain is None:
@@ -183,9 +186,9 @@ def unread_files(quantised_by: str = "") -> Iterator[FilesRead]:
 def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
     """Replace the `Unread` tensors of `model` by ones on the meta device, with their attributes.
 
-    Those inside of tensors that are made of others, as torchao's, are replaced by ones on the CPU whose memory nobody
-    has touched: it costs addresses only, and the tensor around them knows its device. Those of bitsandbytes are such
-    tensors already.
+    Those inside of tensors that are made of others, as torchao's, are replaced by `untouched` ones on the device where
+    the model is to compute, and on an accelerator the tensors around them too: these know their device. Those of
+    bitsandbytes are such tensors already.
 
     Returns:
         What these are in the files.
@@ -195,7 +198,7 @@ def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and is_wrapper(tensor):
-                _make_hollow_inside(tensor, made)
+                setattr(module, name, _make_hollow_inside(tensor, files.device, made))
             elif tensor is not None and not isinstance(tensor, Unread):
                 for inner in inner_tensors(name, tensor, module):
                     if (recipe := files.unfilled.recipe_of(inner.tensor)) is not None:
@@ -217,12 +220,30 @@ def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
     return ModelWeights({new: pieces for new, pieces in stored.items() if pieces is not None}, steps, files.same)
 
 
-def _make_hollow_inside(wrapper: Any, made: dict[torch.Tensor, torch.Tensor]) -> None:
-    for key in wrapper.__tensor_flatten__()[0]:
+def _make_hollow_inside(
+    wrapper: torch.Tensor, device: torch.device, made: dict[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return `wrapper` with `untouched` tensors inside; if it is for another device a new one, with its attributes."""
+    if wrapper in made:
+        return made[wrapper]
+    keys, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = {}
+    for key in keys:
         tensor = getattr(wrapper, key)
         if is_wrapper(tensor) and not isinstance(tensor, Unread):
-            _make_hollow_inside(tensor, made)
+            inside[key] = _make_hollow_inside(tensor, device, made)
         elif isinstance(tensor, Unread):
             if tensor not in made:
-                made[tensor] = untouched(tensor.like)
-            setattr(wrapper, key, made[tensor])
+                made[tensor] = untouched(tensor.like, device)
+            inside[key] = made[tensor]
+        else:
+            inside[key] = tensor.to(device)
+        setattr(wrapper, key, inside[key])
+    if wrapper.device == device:
+        return wrapper
+    made_of: Any = type(wrapper)
+    new: torch.Tensor = made_of.__tensor_unflatten__(inside, context, wrapper.shape, wrapper.stride())
+    for key, value in vars(wrapper).items():  # `_is_param` too, by which it is a parameter.
+        vars(new).setdefault(key, value)
+    made[wrapper] = new.requires_grad_(wrapper.requires_grad)
+    return new

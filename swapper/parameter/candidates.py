@@ -24,6 +24,7 @@ __all__ = [
     "SHORT_BYTES",
     "Candidate",
     "candidates_of",
+    "memory_of",
     "modules_with_tensors",
     "names_by_storage",
     "swapped_tensors",
@@ -158,7 +159,7 @@ def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
-    """The names of the tensors of `model` that are in memory, by the address of what they are in."""
+    """The names of the tensors of `model` that are in memory, by `memory_of` them."""
     names: dict[int, list[str]] = {}
     seen: set[torch.Tensor] = set()
     for prefix, module in modules_with_tensors(model):
@@ -172,8 +173,14 @@ def names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
                     continue
                 if tensor.layout is torch.strided and is_plain(tensor) and (tensor is whole or tensor not in seen):
                     seen.add(tensor)
-                    names.setdefault(tensor.untyped_storage().data_ptr(), []).append(inner.name)
+                    names.setdefault(memory_of(tensor), []).append(inner.name)
     return names
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Tell memory apart: the address of what `tensor` is in, or of the storage itself where that has no memory yet."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def used_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -21,6 +21,7 @@ from swapper.io.devices import is_accelerator
 from swapper.parameter.candidates import (
     Candidate,
     candidates_of,
+    memory_of,
     modules_with_tensors,
     names_by_storage,
     used_by,
@@ -362,7 +363,7 @@ def _group(
             shard = shards.get(id(tensor))
             aliases = (*candidate.aliases, *(shard.views if shard is not None else ()))
             if not reason and tensor.device.type != "meta" and home_of(tensor) is None:
-                names = sharing.get(tensor.untyped_storage().data_ptr(), ())
+                names = sharing.get(memory_of(tensor), ())
                 if others := [other for other in names if other != name]:
                     reason = f"it shares memory with {', '.join(others)}"
                 elif others_of_it.view(tensor, aliases):

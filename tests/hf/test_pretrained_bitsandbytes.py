@@ -72,6 +72,65 @@ def test_generate_gives_the_logits_of_from_pretrained(
     assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
 
 
+@pytest.fixture
+def on(device: str) -> Iterator[torch.device]:
+    """The first device of the type: see `accelerators`. bitsandbytes compiles nothing for it: that takes a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield torch.device(device, 0)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
+    structure: str, kind: str, dtype: torch.dtype, on: torch.device, nvme_path: Path, tmp_path: Path
+) -> None:
+    path = save_quantised(tmp_path, structure, kind, dtype)
+    plain = load_plain(path, device_map={"": on})
+    model = opened(nvme_path, path, device=on)
+    assert {each.device for each in (*model.parameters(), *model.buffers())} == {on}
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        inputs = {name: each.to(on) for name, each in inputs.items()}
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            way.update({"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {})
+            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]
+    assert all(map(is_evicted, weights)) and len(weights) > 4
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+def test_memory_of_an_accelerator_does_not_grow_with_the_model(
+    kind: str, on: torch.device, nvme_path: Path, tmp_path: Path
+) -> None:
+    param = {"device": "nvme", "device_bytes": "1200KiB"}
+    taken = []
+    for layers in (4, 10):
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "head_dim": 64}
+        path = save_quantised(tmp_path / str(layers), "llama", kind, torch.bfloat16, 2_000_000, **sizes)
+        before = torch.accelerator.memory_allocated(on)
+        torch.accelerator.reset_peak_memory_stats(on)
+        model = swapper.from_pretrained(path, config_for(nvme_path, pool_bytes="2MiB", offload_param=param), device=on)
+        kept_bytes = torch.accelerator.memory_allocated(on) - before
+        moved_bytes = sum(location.length_bytes for r in swapper_of(model).plan.records for location in r.locations)
+        assert kept_bytes < moved_bytes / 16, "tables that are short, and norms"
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.arange(3, device=on)[None])
+        peak_bytes = torch.accelerator.max_memory_allocated(on) - before - kept_bytes
+        # bitsandbytes dequantises a matrix to use it.
+        assert peak_bytes < (1200 << 10) + (4 * 4 * 256 * 512 if kind != "int8" else 0)
+        taken.append((peak_bytes, moved_bytes))
+        swapper_of(model).close()
+    (less, few), (more, many) = taken
+    assert more - less <= 8192 < (many - few) / 100
+
+
 def test_no_weight_is_read_before_it_is_used(nvme_path: Path, tmp_path: Path) -> None:
     path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
     model = opened(nvme_path, path)
@@ -367,13 +426,24 @@ PROGRAMS = int(os.environ.get("SWAPPER_QUANTISED_PROGRAMS", "4"))
 @pytest.mark.long
 def test_drawn_programs_have_the_bits_of_memory(seed: int, nvme_path: Path, tmp_path: Path) -> None:
     """Codes are packed and put back in any order, where the processor has a kernel that wants them packed."""
-    drawn = Drawn(seed, tmp_path)
-    plain = load_plain(drawn.path)
-    model = swapper.from_pretrained(drawn.path, config_for(nvme_path, **drawn.settings))
+    run_drawn(Drawn(seed, tmp_path), torch.device("cpu"), nvme_path)
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.long
+def test_drawn_programs_on_an_accelerator_have_the_bits_of_its_memory(
+    seed: int, on: torch.device, nvme_path: Path, tmp_path: Path
+) -> None:
+    run_drawn(Drawn(seed, tmp_path), on, nvme_path)
+
+
+def run_drawn(drawn: Drawn, on: torch.device, nvme_path: Path) -> None:
+    plain = load_plain(drawn.path, device_map={"": on})
+    model = swapper.from_pretrained(drawn.path, config_for(nvme_path, **drawn.settings), device=on)
     done = []
     for _ in range(7):
         done.append(drawn.random.choice(ACTIONS))
-        inputs = drawn.inputs()
+        inputs = {name: each.to(on) for name, each in drawn.inputs().items()}
         try:
             want = drawn.action(done[-1], inputs, plain)
         except RuntimeError as error:  # With packed codes bitsandbytes adds a bias in place, which autograd may refuse.
@@ -393,6 +463,19 @@ def test_drawn_programs_have_the_bits_of_memory(seed: int, nvme_path: Path, tmp_
 @pytest.mark.long
 def test_adapters_over_it_are_trained_to_the_bit(kind: str, way: str, nvme_path: Path, tmp_path: Path) -> None:
     """QLoRA: the base in its files, state and gradients of the adapters on the drive."""
+    train_adapters(kind, way, torch.device("cpu"), nvme_path, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["", "checkpointing", "prepared"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
+def test_adapters_over_it_on_an_accelerator(
+    kind: str, way: str, on: torch.device, nvme_path: Path, tmp_path: Path
+) -> None:
+    train_adapters(kind, way, on, nvme_path, tmp_path)
+
+
+def train_adapters(kind: str, way: str, on: torch.device, nvme_path: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
     sections = {key: {"device": "nvme"} for key in ("offload_optimizer", "offload_gradient")}
@@ -412,7 +495,7 @@ def test_adapters_over_it_are_trained_to_the_bit(kind: str, way: str, nvme_path:
             swapper.wrap_optimizer(optimizer, config)
         generator, found = torch.Generator().manual_seed(3), []
         for _ in range(3):
-            tokens = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+            tokens = torch.randint(0, VOCABULARY, (2, 8), generator=generator).to(on)
             model.train()
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
@@ -426,8 +509,8 @@ def test_adapters_over_it_are_trained_to_the_bit(kind: str, way: str, nvme_path:
             swapper.unwrap_optimizer(optimizer)
         return found
 
-    want = trained(load_plain(path))
-    base = swapper.from_pretrained(path, config)
+    want = trained(load_plain(path, device_map={"": on}))
+    base = swapper.from_pretrained(path, config, device=on)
     assert trained(base) == want
     metrics = swapper_of(base).metrics
     assert metrics.bytes_read and not metrics.bytes_written

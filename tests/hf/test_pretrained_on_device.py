@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,15 +160,3 @@ def test_keys_and_values_on_the_drive(way: str, nvme_path: Path, tmp_path: Path,
         found = generated(model, inputs, past_key_values=cache, **WAYS[way])
         assert cache.stats().bytes_written and cache.layers[0].keys.device == device
     assert found == generated(plain, inputs, **WAYS[way])
-
-
-def test_a_quantised_model_for_an_accelerator_is_refused_by_name(
-    nvme_path: Path, tmp_path: Path, device: torch.device
-) -> None:
-    save_tiny(tmp_path / "model", "llama", torch.float32)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "torchao", "quant_type": "int8_weight_only"}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(swapper.ConfigError, match="comes from files to the CPU only"):
-        swapper.from_pretrained(tmp_path / "model", config_for(nvme_path), device=device)
-    assert list(nvme_path.iterdir()) == []

@@ -52,8 +52,8 @@ def save_quantised(path: Path, kind: str) -> Path:
     return path / "model"
 
 
-def opened(nvme_path: Path, path: Path) -> Any:
-    return swapper.from_pretrained(path, config_for(nvme_path, pool_bytes="160KiB"))
+def opened(nvme_path: Path, path: Path, **kwargs: Any) -> Any:
+    return swapper.from_pretrained(path, config_for(nvme_path, pool_bytes="160KiB"), **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,6 +65,33 @@ def test_generate_gives_the_logits_of_from_pretrained(kind: str, nvme_path: Path
     assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
     for batch in (1, 4):
         inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+@pytest.fixture
+def on(device: str) -> torch.device:
+    """The first device of the type: see `accelerators`."""
+    return torch.device(device, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
+    kind: str, on: torch.device, nvme_path: Path, tmp_path: Path
+) -> None:
+    path = save_quantised(tmp_path, kind)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path).to(on)
+    model = opened(nvme_path, path, device=on)
+    weight, expected = (each.model.layers[1].mlp.up_proj.weight for each in (model, plain))
+    assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
+    assert {each.device for each in (*model.parameters(), *model.buffers(), weight.qdata)} == {on}
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        inputs = {name: each.to(on) for name, each in inputs.items()}
         for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
             assert generated(model, inputs, **way) == generated(plain, inputs, **way)
     metrics = swapper_of(model).metrics
