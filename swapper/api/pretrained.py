@@ -13,6 +13,7 @@ import torch
 from swapper.api.arguments import ConfigLike, as_config
 from swapper.api.from_files import OWNERS, is_first_of_ranks, offload_from_files
 from swapper.errors import ConfigError, SwapError, SwapIOError, path_given
+from swapper.files.dequantised import DEQUANTISES, check_scales
 from swapper.files.tensor_files import parse_json, read_header, read_metadata, read_small
 from swapper.files.unread_models import FilesRead, import_transformers, make_hollow, unread_files
 from swapper.files.weights import find_by_index, newest_snapshot
@@ -29,7 +30,8 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision"
 _REFUSED = {
     "state_dict": "the weights come from files; load the model in memory and call swapper.offload",
     "gguf_file": "GGUF files are not read; convert them to safetensors",
-    "quantization_config": "the files have the weights as they are used; save the model quantised, as by torchao",
+    "quantization_config": "the files have the weights as they are used; save the model quantised, as by torchao "
+    "(one with dequantize=True, of a model that is quantised, is passed on)",
     "distributed_config": "one process has the whole model in this version of swapper",
     "tp_plan": "one process has the whole model in this version of swapper",
     "tp_size": "one process has the whole model in this version of swapper",
@@ -38,7 +40,7 @@ _REFUSED = {
     "max_memory": "offload_param and pool_bytes say what may be in memory; leave it out",
 }
 
-_QUANTISED = ("torchao", "bitsandbytes")
+_QUANTISED = ("torchao", "bitsandbytes", *DEQUANTISES)
 """Names that transformers has for methods of quantisation: what they have quantised may stay in its files."""
 
 _SPREADS = ("balanced", "balanced_low_0", "sequential")
@@ -71,8 +73,9 @@ def from_pretrained(
             where it is not known better; it stays in memory.
         device: where the model computes, as for `swapper.offload`; None: what `device_map` says, else torch's default.
         kwargs: of transformers' `from_pretrained`: `dtype`, `attn_implementation`, `revision` and others. What has
-            `config` there is `model_config` here. A `device_map` names one device, by itself or for all modules; "auto"
-            is the accelerator, or the CPU where there is none.
+            `config` there is `model_config` here. A `quantization_config` may only say `dequantize=True`. A
+            `device_map` names one device, by itself or for all modules; "auto" is the accelerator, or the CPU where
+            there is none.
 
     Returns:
         The model; with `output_loading_info=True` what transformers returns then.
@@ -126,12 +129,13 @@ def _load(
     _check_loaded(where, files, told, strict, asked)
     if quantised_by:
         _check_shapes(where, files, model)
+        check_scales(model)
     return model, files, told, on
 
 
 def _check(kwargs: dict[str, Any]) -> None:
     for name, why in _REFUSED.items():
-        if kwargs.get(name) is not None:
+        if kwargs.get(name) is not None and not getattr(kwargs[name], "dequantize", False):
             raise ConfigError(f"{name}: {why}")
     if kwargs.pop("use_safetensors", None) is False:
         raise ConfigError("use_safetensors: False asks for files of torch.save; convert the model to safetensors")
@@ -206,6 +210,8 @@ def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
         )
     if by == "bitsandbytes":
         kwargs["device_map"] = {"": "cpu"}  # Else it goes to the accelerator, where there is one.
+    elif by == "mxfp4":  # Kernels for the codes want them in an order of their own, in memory.
+        kwargs.setdefault("quantization_config", import_transformers().Mxfp4Config(dequantize=True))
     elif os.path.isdir(path):
         _check_parts(sorted(Path(path, kwargs.get("subfolder") or "").glob("*.safetensors")))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from swapper.files.tensor_files import StoredTensor
-from swapper.files.unread import Recipe, Step
+from swapper.files.unread import Recipe, RowWise, Step
 
 __all__ = ["rows_of"]
 
@@ -34,13 +35,19 @@ def rows_of(recipe: Recipe, start: int, stop: int) -> Recipe | None:
     if args is None:
         return None
     shape = torch.Size((stop - start, *recipe.shape[1:]))
-    return Step(recipe.operator, args, recipe.kwargs, shape, recipe.dtype)
+    operator = recipe.operator
+    if isinstance(operator, RowWise):
+        operator = replace(operator, units=stop - start)
+    return Step(operator, args, recipe.kwargs, shape, recipe.dtype)
 
 
 def _rows_of_arguments(step: Step, start: int, stop: int) -> tuple[Any, ...] | None:
     func, args = step.operator, step.args
     if step.item is not None or not args:
         return None
+    if isinstance(func, RowWise):
+        several = [rows_of(each, start, stop) for each in args] if func.units == step.shape[0] else [None]
+        return None if None in several else tuple(several)
     if func in (_ATEN.stack.default, _ATEN.cat.default):
         dim = args[1] if len(args) > 1 else step.kwargs.get("dim", 0)
         parts: list[Recipe | None]

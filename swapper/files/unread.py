@@ -24,7 +24,7 @@ from swapper.errors import SwapError
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["Recipe", "Step", "Unread", "evaluate", "read_now", "sources_of", "write_values"]
+__all__ = ["Recipe", "RowWise", "Step", "Unread", "evaluate", "read_now", "sources_of", "write_values"]
 
 _ATEN = torch.ops.aten
 _SAME = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}
@@ -48,6 +48,34 @@ class Step:
     shape: torch.Size
     dtype: torch.dtype
     item: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RowWise:
+    """An operator that makes rows of its result, the first dimension, of as many of its arguments.
+
+    Attributes:
+        function: that it calls.
+        units: into how many equal parts the rows of the result can be cut; so can those of each argument, and a part is
+            made of one of each.
+    """
+
+    function: Callable[..., torch.Tensor]
+    units: int
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """Make all rows."""
+        return self.function(*args)
+
+    def write(self, into: torch.Tensor, args: Sequence[torch.Tensor]) -> None:
+        """Make them in `into`, some at a time: what the function needs besides does not grow with the tensor."""
+        at_once = max(_AT_ONCE_BYTES * self.units // max(into.nbytes, 1), 1)
+        cuts = [torch.split(each, each.shape[0] // self.units * at_once) for each in (into, *args)]
+        for place, *parts in zip(*cuts, strict=True):
+            place.copy_(self.function(*parts))
+
+
+_AT_ONCE_BYTES = 1 << 20
 
 
 Recipe = StoredTensor | Step
@@ -98,6 +126,9 @@ def write_values(recipe: Recipe, into: torch.Tensor, read: Callable[[StoredTenso
             return
         elif func is _ATEN.clone.default or (func is _ATEN._to_copy.default and recipe.dtype == into.dtype):
             write_values(args[0], into, read)
+            return
+        elif isinstance(func, RowWise):
+            func.write(into, [evaluate(each, read) for each in args])
             return
     into.copy_(evaluate(recipe, read))
 

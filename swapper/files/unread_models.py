@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, SwapError
+from swapper.files.dequantised import DEQUANTISES, dequantised
 from swapper.files.model_weights import ModelWeights
 from swapper.files.pieces import pieces_of
 from swapper.files.prequantised import Unfilled, prequantised, untouched
@@ -170,6 +171,8 @@ def unread_files(device: torch.device, quantised_by: str = "") -> Iterator[Files
                 wrong: list[SwapError] = []
                 if quantised_by == "bitsandbytes":  # Whose import takes much memory.
                     wrong = stack.enter_context(prequantised(found.unfilled, is_here))
+                elif quantised_by in DEQUANTISES:
+                    wrong = stack.enter_context(dequantised(quantised_by, is_here))
                 try:
                     yield found
                 except Exception:

@@ -1,0 +1,210 @@
+"""A model whose files have codes that transformers dequantises as it loads gives the bits of `from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from twins import bits, config_for, small_records, swapper_of
+
+import swapper
+from swapper.files import unread
+from swapper.files.dequantised import DEQUANTISES
+from swapper.parameter import from_files
+
+transformers = pytest.importorskip("transformers")
+
+from pretrained import SIZES, aligned, generated, inputs_for, save_any  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 32
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3 tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _all_move(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(from_files, "_SMALL_BYTES", 300)
+    with small_records():
+        yield
+
+
+def save_quantised(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A tiny model as people have it: matrices in float8 with a scale for each block, or experts in mxfp4."""
+    class_name, more = MODELS[name]
+    save_any(path, class_name, dtype, 10_000_000, **more)
+    file = next(path.glob("*.safetensors"))
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in load_file(file).items():
+        if name == "gpt_oss" and value.dim() == 3:
+            experts, columns, rows = value.shape
+            shape = experts, rows, columns // 32
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            tensors[f"{key}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+        elif name != "gpt_oss" and value.dim() == 2 and not any(part in key for part in ("embed", "head", "gate.w")):
+            rows, columns = value.shape
+            blocks = value.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scales = blocks.abs().amax((1, 3)) / 448
+            codes = blocks / scales[:, None, :, None]
+            tensors[key] = codes.view(rows, columns).to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = scales
+        else:
+            tensors[key] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    said: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+    if name != "gpt_oss":
+        said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return path
+
+
+def load_plain(path: Path) -> Any:
+    return aligned(transformers.AutoModelForCausalLM.from_pretrained(path))
+
+
+def opened(nvme_path: Path, path: Path, pool_bytes: str = "640KiB", **kwargs: Any) -> Any:
+    return swapper.from_pretrained(path, config_for(nvme_path, pool_bytes=pool_bytes), **kwargs)
+
+
+def compare(model: Any, plain: Any, on: torch.device) -> None:
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        inputs = {key: each.to(on) for key, each in inputs.items()}
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_the_logits_of_from_pretrained(
+    name: str, dtype: torch.dtype, at_once: int, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few rows are dequantised at once."""
+    monkeypatch.setattr(unread, "_AT_ONCE_BYTES", at_once)
+    path = save_quantised(tmp_path / "model", name, dtype)
+    model, plain = opened(nvme_path, path), load_plain(path)
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.parameters()} == {dtype}
+    compare(model, plain, torch.device("cpu"))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
+    name: str, device: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    on = torch.device(device, 0)
+    path = save_quantised(tmp_path / "model", name)
+    given = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if name != "gpt_oss" else {}
+    model = opened(nvme_path, path, "1MiB", device=on, **given)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    compare(model, load_plain(path).to(on), on)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss"])
+def test_a_token_reads_the_codes_of_what_it_uses(name: str, nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path / "model", name)
+    model = opened(nvme_path, path, "256KiB" if name == "llama" else "384KiB")
+    metrics, token = swapper_of(model).metrics, torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        model(token)
+        before = metrics.bytes_read
+        model(token)
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    # Spans of tiny tensors begin and end within pages.
+    assert 0 < metrics.bytes_read - before < (0.9 if name == "llama" else 0.6) * whole_bytes
+    swapper_of(model).close()
+
+
+def test_memory_beside_the_pool_is_that_of_some_rows(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not ten times the codes of a matrix, as where all of it is dequantised at once."""
+    monkeypatch.setattr(unread, "_AT_ONCE_BYTES", 4096)
+    found = []
+    write = unread.RowWise.write
+
+    def watched(self: unread.RowWise, into: torch.Tensor, args: Any) -> None:
+        def function(*parts: torch.Tensor) -> torch.Tensor:
+            found.append(parts[0].nbytes)
+            return self.function(*parts)
+
+        write(unread.RowWise(function, self.units), into, args)
+
+    monkeypatch.setattr(unread.RowWise, "write", watched)
+    model = opened(nvme_path, save_quantised(tmp_path / "model", "llama"))
+    with torch.no_grad():
+        model(torch.arange(3)[None])
+    assert found and max(found) == BLOCK * SIZES["intermediate_size"]
+    swapper_of(model).close()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("llama", f"{UP}_scale_inv", None, rf"model.safetensors does not fit.*{UP} has quantised codes.*their scales"),
+        ("llama", UP, None, f"lacks {UP}"),
+        ("llama", f"{UP}_scale_inv", torch.ones(3, 5), r"up_proj.*divisible"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight_scale_inv", None, r"experts\.gate_up_proj"),
+        ("gpt_oss", f"{EXPERTS}_scales", None, EXPERTS),
+        ("gpt_oss", f"{EXPERTS}_scales", torch.zeros(4, 64, 2, dtype=torch.uint8), EXPERTS),
+    ],
+)
+def test_what_does_not_fit_is_an_error_with_its_name(
+    name: str, key: str, value: torch.Tensor | None, says: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    path = save_quantised(tmp_path / "model", name)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[key]
+    save_file({**tensors, **({} if value is None else {key: value})}, file, metadata={"format": "pt"})
+    with pytest.raises(swapper.SwapError, match=says):
+        opened(nvme_path, path)
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_a_config_that_would_quantise_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path / "model", "llama")
+    for config in (transformers.FineGrainedFP8Config(), transformers.BitsAndBytesConfig(load_in_4bit=True)):
+        with pytest.raises(swapper.ConfigError, match=r"quantization_config: .*dequantize=True"):
+            opened(nvme_path, path, quantization_config=config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_others_load_as_they_did(name: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_quantised(tmp_path / "model", name)
+    module_name, class_name, function = DEQUANTISES["mxfp4" if name == "gpt_oss" else "fp8"]
+    owner = importlib.import_module(module_name)
+    convert = getattr(owner, class_name).convert
+    owner = getattr(owner, class_name) if "." in function else owner
+    function = function.rpartition(".")[2]
+    before = vars(owner)[function]
+    swapper_of(opened(nvme_path, path)).close()
+    assert vars(owner)[function] is before
+    assert getattr(importlib.import_module(module_name), class_name).convert is convert
+    monkeypatch.delattr(owner, function)
+    with pytest.raises(swapper.ConfigError, match="this version of transformers dequantises"):
+        opened(nvme_path, path)
