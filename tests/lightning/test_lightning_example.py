@@ -13,7 +13,7 @@ import pytest
 from launcher import run_program
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lightning.py"
-SMALL = ["--data.batch_size=2", "--data.context=32", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+SMALL = ["--data.batch_size=1", "--data.context=16", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 COMMAND = [sys.executable, "-W", "ignore", str(SCRIPT), "fit", *SMALL, "--data.steps=40"]
 CONFIG = """
 pool_bytes: 8MiB

@@ -19,7 +19,7 @@ import swapper
 @pytest.mark.thorough("by default: the peak with everything on disk")
 def test_the_peak_stays_within_the_formula(nvme_path: Path) -> None:
     """60M parameters: masters and moments are 10 bytes each, 600 MB, of which the pool holds 32."""
-    arguments = ["--layers", "6", "--vocab-size", "12000", "--steps", "2", "--context", "64"]
+    arguments = ["--layers", "6", "--vocab-size", "12000", "--steps", "2", "--context", "8"]
     arguments += ["--pool-bytes", "32MiB", "--bucket-bytes", "8MiB", "--modes", "no optimizer", "swapped", "--json"]
     command = [sys.executable, str(BENCHMARK), "--nvme-path", str(nvme_path), *arguments]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -72,7 +72,7 @@ print(peak.bytes - before.bytes)
 @pytest.mark.thorough("by default: a model under a limit of memory in test_examples, and two models in test_offload")
 def test_the_peak_with_everything_on_disk_stays_within_the_formula(nvme_path: Path) -> None:
     """86M parameters: 14 bytes each on disk, 1.2 GB, and nothing of them in memory but what the pool holds."""
-    arguments = ["--vocab-size", "256", "--context", "64", "--rounds", "1"]
+    arguments = ["--vocab-size", "256", "--context", "8", "--rounds", "1"]
     arguments += ["--pool-bytes", "96MiB", "--bucket-bytes", "8MiB", "--json", str(nvme_path / "figures.json")]
     command = [sys.executable, str(BENCHMARK.with_name("everything_nvme.py")), "--nvme-path", str(nvme_path)]
     subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE)
