@@ -252,7 +252,8 @@ class _Places:
         """
         if tensor.device == values.device or (are_new and tensor.device.type != "meta"):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if (storage := tensor.untyped_storage()).nbytes() == 0:  # Of an accelerator: see `prequantised`.
+                storage = tensor.untyped_storage()
+                if tensor.numel() and not storage.nbytes():  # On an accelerator: see `prequantised.untouched`.
                     storage.resize_(tensor.nbytes)
                 tensor.copy_(values)
         if tensor.device == values.device:
