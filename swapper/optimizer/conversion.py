@@ -37,6 +37,7 @@ class Conversion:
         self._optimizer_ref = weakref.ref(optimizer)
         self._state = GuardedState(owner)
         self._replaces_step = False
+        self._replaced: tuple[str, ...] = ()
         self._former: dict[str, Any] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -121,6 +122,7 @@ class Conversion:
                     return class_load(target, *args, **kwargs) if own_load is None else own_load(*args, **kwargs)
 
             methods["load_state_dict"] = loaded
+        self._replaced = tuple(methods)
         self._former = {name: vars(optimizer)[name] for name in methods if name in vars(optimizer)}
         self._replaces_step = True
         vars(optimizer).update(methods, swapper=swapper, state=self._state)
@@ -138,7 +140,7 @@ class Conversion:
         if vars(optimizer).get("swapper") is not swapper:
             return
         if self._replaces_step:
-            for name in ("step", "__getstate__", "load_state_dict"):
+            for name in self._replaced:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(self._former)
             if "step" not in self._former and any("initial_lr" in group for group in optimizer.param_groups):

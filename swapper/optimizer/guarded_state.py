@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
+from swapper.io.checksums import checksum
 from swapper.optimizer.segments import MASTER
 from swapper.tensors.grad_modes import outside_of_inference
+from swapper.tensors.inner import is_wrapper
+from swapper.tensors.other_tensors import is_shared
+from swapper.tensors.sharded import local_of
 
 if TYPE_CHECKING:
     from swapper.optimizer.swapper import OptimizerSwapper
@@ -148,57 +153,96 @@ class _Given(NamedTuple):
 _FEWEST_LOANS = 2
 """A loop has the entries of a parameter when it asks for the next one's."""
 
-_IMMUTABLE = (int, float, complex, str, type(None))
+_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
+
+_IMMUTABLE = (int, float, complex, str, bytes, type, Enum, torch.dtype, torch.device, type(None))
 
 
-class _Lent(dict[str, Any]):
-    """Entries that can be referred to weakly."""
+def _content(value: Any) -> Any:
+    """The bits of `value`, to be compared. `.data` and NumPy change them without a word to the version counter.
 
-    __slots__ = ("__weakref__",)
+    What cannot be looked into is unlike anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        local = local_of(value).detach()
+        if local.layout is not torch.strided or local.is_meta or is_wrapper(local):
+            return object()
+        return type(value), local.dtype, local.shape, checksum(local.cpu().resolve_conj().resolve_neg().contiguous())
+    if isinstance(value, Mapping):
+        return type(value), [(key, _content(each)) for key, each in value.items()]
+    if isinstance(value, _CONTAINERS):
+        return type(value), [_content(each) for each in value]
+    return (type(value), repr(value)) if isinstance(value, _IMMUTABLE) else object()
+
+
+def _inside(value: Any) -> list[Any]:
+    """What can be changed of `value`: itself, and what is in it."""
+    if not isinstance(value, _CONTAINERS):
+        return [] if isinstance(value, _IMMUTABLE) else [value]
+    items = value.values() if isinstance(value, Mapping) else value
+    return [value] * (not isinstance(value, tuple)) + [each for item in items for each in _inside(item)]
+
+
+def _refcounts(things: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(thing) for thing in things]
+
+
+_ALONE = _refcounts(_inside({"": []}))[1]
+"""References to what is in a dictionary that nobody else has."""
+
+
+def _had_elsewhere(things: Sequence[Any]) -> list[Any]:
+    """Those of `things`, each in one place here, that somebody else has too, or the memory of."""
+    return [
+        thing
+        for thing, count in zip(things, _refcounts(things), strict=True)
+        if count > _ALONE or (isinstance(thing, torch.Tensor) and _shares_memory(local_of(thing)))
+    ]
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor):
+        return False
+    return is_shared(tensor, ours=1 + (tensor._base is not None))
 
 
 class _Loan:
     """The state of one parameter in memory, which is looked at for changes.
 
-    Attributes:
-        entries: they, while somebody may change them.
+    Args:
+        entries: the dictionary that somebody may change.
+        is_stored: it has what the records have.
     """
 
-    def __init__(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
+    def __init__(self, parameter: torch.Tensor, entries: Mapping[str, Any], is_stored: bool) -> None:
         self.parameter = parameter
-        self.entries: _Lent | None = _Lent(entries)
-        self._entries_ref = weakref.ref(self.entries)
-        self._held: list[torch.Tensor] = []  # Of entries that are gone.
-        self.note()
+        self.entries = entries
+        self._stored = _content(entries) if is_stored else None
 
-    def note(self) -> None:
-        """The state is as the entries are now."""
-        entries = {} if self.entries is None else self.entries
-        tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and not v.is_inference()}
-        self._tensors = {key: (weakref.ref(tensor), tensor._version) for key, tensor in tensors.items()}
-        self._others = {key: value for key, value in entries.items() if key not in tensors}
-
-    def end(self) -> bool:
-        """Let go of the entries. False if somebody else has them, or tensors of them: those are held too then."""
-        self.entries = None
-        self.entries = self._entries_ref()
-        if self.entries is None:
-            self._held = [t for tensor, _ in self._tensors.values() if (t := tensor()) is not None]
-        return self.entries is None and not self._held
+    def take(self) -> bool:
+        """Return True if the records have something else, or if that cannot be told. They are given it then."""
+        before, self._stored = self._stored, _content(self.entries)
+        return bool(self._stored != before)
 
     @property
-    def changed(self) -> bool:
-        """True if a tensor has been written to, or an entry was replaced."""
-        if any((t := tensor()) is not None and t._version != version for tensor, version in self._tensors.values()):
-            return True
-        had = {key: tensor() for key, (tensor, _) in self._tensors.items()} | self._others
-        entries = had if self.entries is None else self.entries
-        return entries.keys() != had.keys() or any(entries[key] is not value for key, value in had.items())
+    def is_had(self) -> bool:
+        """True if somebody else has the entries, or something of them that does not tell if it was changed."""
+        had = _had_elsewhere(_inside(self.entries))
+        return any(each is self.entries or not isinstance(each, (torch.Tensor, *_CONTAINERS)) for each in had)
+
+
+class _Kept:
+    """Something of a loan of `parameter` that is over, which somebody else still has."""
+
+    def __init__(self, parameter: torch.Tensor, thing: Any) -> None:
+        self.parameter = parameter
+        self.thing = thing
+        self._content = _content(thing)
 
     @property
-    def may_have_changed(self) -> bool:
-        """True also if there are values that do not tell."""
-        return self.changed or not all(isinstance(value, _IMMUTABLE) for value in self._others.values())
+    def has_changed(self) -> bool:
+        """True if it is not what the records were given, or if that cannot be told."""
+        return bool(_content(self.thing) != self._content)
 
 
 class GuardedState(defaultdict[torch.Tensor, Any]):
@@ -217,65 +261,96 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         super().__init__(dict)
         self._owner_ref = weakref.ref(owner)
         self._given: dict[tuple[int, str], _Given] = {}
-        self._lends = False
+        self._borrower: Optimizer | None = None
         self._loans: dict[int, _Loan] = {}
         self._most_loans = _FEWEST_LOANS
-        self._stale: list[_Loan] = []  # They have ended, and somebody has them, or tensors of them.
+        self._kept: list[_Kept] = []
+        self._most_kept = 0
         self._passing_on = False
 
     @contextmanager
     def lent(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within it the entries of a parameter are a dictionary with its state, and what is changed in them is taken.
+        """Within it the entries of a parameter are a dictionary with its state, or the one that was assigned.
 
-        They are in memory until those of a few others are asked for, or as long as somebody has them.
+        What is changed in them is taken. They are in memory until those of a few others are asked for, or as long as
+        somebody has them.
 
         Args:
-            optimizer: whose state this is; what is changed counts only if it still is at the end.
+            optimizer: whose state this is. While its state is another, what is changed in this one does not count.
 
         Raises:
-            SwapError: entries were changed that were those of the parameter no longer.
+            SwapError: something was changed that was the parameter's state no longer.
         """
-        self._lends = True
-        try:
+        if self._borrower is not None:  # A `load_state_dict` that calls itself.
             yield
-            if optimizer.state is self:
-                self._end_loans()
-                self._check_stale()
+            return
+        self._borrower, self._most_loans, self._most_kept = optimizer, _FEWEST_LOANS, 0
+        try:
+            try:
+                yield
+            except Exception:  # Not Ctrl-C. What was changed before is changed, as in plain PyTorch.
+                self._finish_loans()
+                raise
+            self._finish_loans()
         finally:
-            self._lends = False
+            self._borrower = None
             self._loans.clear()
-            self._stale.clear()
+            self._kept.clear()
 
-    def _lend(self, parameter: torch.Tensor) -> _Lent:
-        loan = self._loans.get(id(parameter))
-        if loan is None or loan.entries is None:
-            if len(self._loans) >= self._most_loans:
-                for each in self._loans.values():
-                    self._take_changes(each)
-                self._loans = {key: each for key, each in self._loans.items() if not each.end()}
-                self._most_loans = max(_FEWEST_LOANS, 2 * len(self._loans))  # Those that are held are not asked often.
+    @property
+    def _is_installed(self) -> bool:
+        return self._borrower is None or self._borrower.state is self
+
+    def _lend(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        if (loan := self._loans.get(id(parameter))) is None:
+            self._check(each for each in self._kept if each.parameter is parameter)
+            if self._is_installed and len(self._loans) >= self._most_loans:
+                self._end_some()
             with outside_of_inference():
-                loan = _Loan(parameter, self._owner().plain_state(parameter))  # type: ignore[arg-type]
-            if (ended := self._loans.get(id(parameter))) is not None:
-                self._stale.append(ended)
-            self._loans[id(parameter)] = loan
-        assert loan.entries is not None
+                entries = self._owner().plain_state(parameter)  # type: ignore[arg-type]
+                loan = self._loans[id(parameter)] = _Loan(parameter, entries, True)
         return loan.entries
 
-    def _take_changes(self, loan: _Loan) -> None:
-        if loan.entries is not None and loan.may_have_changed:
-            self._assign(loan.parameter, loan.entries)
-            loan.note()
+    def _end_some(self) -> None:
+        """End the loans of which nobody has the entries."""
+        self._take_changes()
+        still = {key: loan for key, loan in self._loans.items() if loan.is_had}
+        self._keep_of(loan for key, loan in self._loans.items() if key not in still)
+        self._loans = still
+        self._most_loans = max(_FEWEST_LOANS, 2 * len(still))  # Those that are had are not asked often.
+        if len(self._kept) >= self._most_kept:
+            self._check(self._kept)
+            had = set(map(id, _had_elsewhere([each.thing for each in self._kept])))
+            self._kept = [each for each in self._kept if id(each.thing) in had]
+            self._most_kept = 2 * len(self._kept)
+
+    def _finish_loans(self) -> None:
+        self._take_changes()
+        if self._is_installed:
+            self._check(self._kept)
 
     def _end_loans(self) -> None:
         """The state may be another from here on: entries that were lent are not those of the parameters any more."""
-        loans, self._loans = self._loans, {}
-        for loan in loans.values():
-            self._take_changes(loan)
-        self._stale += [loan for loan in loans.values() if not loan.end()]
+        self._keep_of(self._loans.values())
+        self._loans = {}
 
-    def _check_stale(self) -> None:
-        if any(loan.changed for loan in self._stale):
+    def _take_changes(self) -> None:
+        for loan in self._loans.values() if self._is_installed else ():
+            if not loan.take():
+                continue
+            entries, of = loan.entries, loan.parameter
+            if entries and MASTER not in entries and MASTER in self._stored_keys_of(of):
+                # The class does not know of it, so what it has put together anew is without it.
+                entries = {**entries, MASTER: self._owner().plain_state(of)[MASTER]}  # type: ignore[arg-type]
+            self._assign(of, entries)
+
+    def _keep_of(self, loans: Iterable[_Loan]) -> None:
+        self._kept += [
+            _Kept(loan.parameter, thing) for loan in loans for thing in _had_elsewhere(_inside(loan.entries))
+        ]
+
+    def _check(self, kept: Iterable[_Kept]) -> None:
+        if any(each.has_changed for each in kept):
             raise SwapError(
                 "load_state_dict of the optimizer's class changed entries of a parameter's state, or a tensor of them, "
                 "that it had from before it let go of state[parameter], or from before a step. State that is swapped "
@@ -284,8 +359,10 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             )
 
     def _replace(self, key: Any, entries: Mapping[str, Any]) -> None:
-        self._loans.pop(id(key), None)
-        self._assign(key, entries)
+        if self._borrower is None:
+            self._assign(key, entries)
+        else:
+            self._loans[id(key)] = _Loan(key, entries, False)
 
     def _assign(self, key: Any, entries: Mapping[str, Any]) -> None:
         self._passing_on, before = True, self._passing_on
@@ -296,6 +373,10 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
 
     def keys_of(self, parameter: Any) -> tuple[str, ...]:
         """Names of the state of a parameter."""
+        loan = self._loans.get(id(parameter))
+        return self._stored_keys_of(parameter) if loan is None else tuple(loan.entries)
+
+    def _stored_keys_of(self, parameter: Any) -> tuple[str, ...]:
         owner = self._owner_ref()
         if owner is None or not isinstance(parameter, torch.Tensor):
             return ()
@@ -325,6 +406,8 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         """The copies that `number_of` has given, or the one of `key`, are of state that was replaced, or refused."""
         if key is None:
             self._given.clear()
+            self._kept = [_Kept(each.parameter, each.thing) for each in self._kept]
+            self._end_loans()
         else:
             self._given.pop(key, None)
 
@@ -335,7 +418,9 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             SwapError: it says what to do in place of it.
         """
         if not self._passing_on:
+            self._take_changes()
             self._end_loans()
+            self._check(self._kept)
         given = list(self._given.values())
         self._given.clear()
         if any(repr(each.copy.item()) != repr(each.value) for each in given):  # NaN is no other value than NaN.
@@ -351,7 +436,10 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         owner = self._owner_ref()
-        return iter(()) if owner is None else iter(owner.parameters_with_state())
+        stored = [] if owner is None else owner.parameters_with_state()
+        known, loans = set(map(id, stored)), self._loans
+        new = (loan.parameter for key, loan in loans.items() if loan.entries and key not in known)
+        return iter([*(p for p in stored if id(p) not in loans or loans[id(p)].entries), *new])
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
         return reversed(list(self))
@@ -363,7 +451,8 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         return bool(self.keys_of(key))
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        return self._lend(key) if self._lends and key in self else StoredEntries(self, key)
+        lends = self._borrower is not None and isinstance(key, torch.Tensor)
+        return self._lend(key) if lends else StoredEntries(self, key)
 
     def get(self, key: torch.Tensor, default: Any = None) -> Any:
         """`default`, if the parameter has no state."""
@@ -424,7 +513,7 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
     def pop(self, key: Any, default: Any = _ABSENT) -> Any:
         """Forget the state of a parameter, and return it, in memory."""
         if key in self:
-            entries = dict(self._lend(key)) if self._lends else self._owner().plain_state(key)
+            entries = self._owner().plain_state(key) if self._borrower is None else self._lend(key)
             self._replace(key, {})
             return entries
         if default is _ABSENT:
@@ -450,9 +539,13 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
 
     def clear(self) -> None:
         """Forget all state, as if no step had been made."""
-        if (owner := self._owner_ref()) is not None and self:
-            self._loans.clear()
+        if (owner := self._owner_ref()) is None or not self:
+            return
+        if self._borrower is None:
             owner.reset()
+        else:
+            for parameter in list(self):
+                self._replace(parameter, {})
 
     def _owner(self) -> OptimizerSwapper:
         owner = self._owner_ref()

@@ -350,12 +350,13 @@ class OptimizerSwapper:
             raise SwapError("the optimizer that this swapper belonged to is gone")
         return optimizer
 
-    def _check_usable(self, operation: str) -> Optimizer:
+    def _check_usable(self, operation: str, *, take_replaced: bool = True) -> Optimizer:
         self._guard.check_open()
         self._guard.note_cut_off(optimizer := self._optimizer())
         if self.backward_steps is not None and self.backward_steps.under_way and operation != "step":
             raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
-        self._take_replaced(optimizer)
+        if take_replaced:
+            self._take_replaced(optimizer)
         self._guard.check_usable(optimizer, operation)  # Only now: what was taken may be what this waits for.
         return optimizer
 
@@ -488,8 +489,11 @@ class OptimizerSwapper:
         return self._plan.segments_of(parameter)[0].small
 
     def plain_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """As `state`, as the class would have it on the parameter's device."""
-        return {key: as_plain_state(key, value, parameter, False) for key, value in self.state(parameter).items()}
+        """What the records have, as the class would have it on the parameter's device; {} if they have none."""
+        self._check_usable("reading optimizer.state", take_replaced=False)
+        self._plan.check_unchanged(parameter)
+        entries = self._gathered([parameter]).get(id(parameter), {})
+        return {key: as_plain_state(key, value, parameter, False) for key, value in entries.items()}
 
     def assign_state(self, parameter: torch.nn.Parameter, entries: Mapping[str, Any]) -> None:
         """Replace the state of a parameter by a copy of `entries`, with the dtypes they have; without any, forget it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,12 +315,55 @@ def use_within(self: LoadsItself, state_dict: dict[str, Any]) -> None:
         entries["average"] = entries["average"] + 1
 
 
+def fill_after(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """What was assigned is the state from then on, and so are its tensors."""
+    for p in self.state:
+        old = self.state[p]
+        entries = self.state[p] = {}
+        entries.update(old)
+        old["average"].mul_(0.5)
+        entries["last"] = deque(old["last"], maxlen=2)
+
+
+def add_where_there_is_none(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    for p in self.param_groups[0]["params"]:
+        self.state[p].setdefault("average", torch.ones_like(p, dtype=self.kept_in))
+        self.state[p]["count"] = torch.tensor(7.0)
+
+
+def load_again(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    set_items(self, state_dict)
+    Optimizer.load_state_dict(self, state_dict)
+
+
+def load_by_itself(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    self.way = functools.partial(restore, self)
+    self.load_state_dict(state_dict)
+    edit(self, state_dict)
+
+
+def replace_all(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    """One after another, while the old ones are read; and goes on changing them."""
+    old, self.state = self.state, defaultdict(dict)
+    for p in list(old):
+        self.state[p] = {**old[p]} if len(self.state) % 2 else old.pop(p)
+    edit(self, state_dict)
+
+
+def put_back(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+    old, self.state = self.state, defaultdict(dict)
+    for p in list(old):
+        old[p]["average"].mul_(0.5)
+    self.state = old
+
+
 def all_bits(optimizer: Optimizer) -> list[Any]:
     state = optimizer.state_dict()["state"].values()
     return [bits({k: list(v) if isinstance(v, deque) else v for k, v in entries.items()}) for entries in state]
 
 
-WAYS = [change_after, use_within, restore, edit, set_items, forget_some, read]
+WAYS = [change_after, use_within, restore, edit, set_items, forget_some, read, fill_after]
+WAYS += [add_where_there_is_none, load_again, load_by_itself, replace_all, put_back]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -347,6 +390,43 @@ def test_a_class_may_change_what_is_loaded(nvme_path: Path, way: Any, dtype: tor
             assert "load_state_dict" not in vars(optimizer)
             optimizer.load_state_dict(saved)
     assert found[0] == found[1]
+
+
+def test_what_a_class_changed_before_it_raised_is_changed(nvme_path: Path) -> None:
+    def fail(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+        edit(self, state_dict)
+        raise KeyError("of the class")
+
+    found = []
+    for swapped in (False, True):
+        parameters = [nn.Parameter(torch.full((300, 40), float(n))) for n in range(5)]
+        optimizer: Any = LoadsItself(parameters)
+        wrap(optimizer, nvme_path) if swapped else None
+        step(parameters, optimizer, range(2))
+        optimizer.way = functools.partial(fail, optimizer)
+        with pytest.raises(KeyError, match="of the class"):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found.append([all_bits(optimizer)])
+        step(parameters, optimizer, range(2, 4))
+        found[-1] += [all_bits(optimizer), bits([p.detach() for p in parameters])]
+    assert found[0] == found[1]
+
+
+def test_masters_stay_where_a_class_puts_entries_together_anew(nvme_path: Path) -> None:
+    def change(self: LoadsItself, state_dict: dict[str, Any]) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {key: self.state[p][key] for key in ("average", "bits", "last")}
+
+    parameters = [nn.Parameter(torch.randn(300, 40).bfloat16()) for _ in range(5)]
+    optimizer: Any = LoadsItself(parameters)
+    optimizer.kept_in = torch.float32
+    optimizer.way = functools.partial(change, optimizer)
+    wrap(optimizer, nvme_path, master_weights=True)
+    step(parameters, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for number, entries in optimizer.state_dict()["state"].items():
+        assert bits(entries["master_param"]) == bits(saved["state"][number]["master_param"])
 
 
 def test_entries_that_a_class_has_from_before_a_step_are_not_those_after_it(nvme_path: Path) -> None:
@@ -385,7 +465,7 @@ def test_load_state_dict_that_was_put_on_the_object_is_called_and_stays(nvme_pat
     def load(state_dict: dict[str, Any]) -> None:
         torch.optim.AdamW.load_state_dict(optimizer, state_dict)
         for entries in optimizer.state.values():
-            entries["exp_avg"].zero_()
+            entries["exp_avg"].data.zero_()  # Which the version counter does not have.
 
     optimizer.load_state_dict = load
     wrap(optimizer, nvme_path)
@@ -395,12 +475,28 @@ def test_load_state_dict_that_was_put_on_the_object_is_called_and_stays(nvme_pat
     assert not entries["exp_avg"].any() and entries["exp_avg_sq"].any()
     swapper.unwrap_optimizer(optimizer)
     assert optimizer.load_state_dict is load
+    del optimizer.load_state_dict
+    wrap(optimizer, nvme_path)
+    optimizer.load_state_dict = load
+    swapper.unwrap_optimizer(optimizer)
+    assert optimizer.load_state_dict is load
 
 
-def test_tensors_that_a_class_changes_too_late_are_no_silent_loss(nvme_path: Path) -> None:
+HAD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    "tensor": (lambda entries: entries["average"], lambda tensor: tensor.mul_(0.5)),
+    "detached": (lambda entries: entries["average"].detach(), lambda tensor: tensor.mul_(0.5)),
+    "array": (lambda entries: entries["bits"].view(torch.int32).numpy(), lambda array: array.fill(2)),
+    "deque": (lambda entries: entries["last"], lambda last: last.append(torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("had", HAD)
+def test_what_a_class_changes_too_late_is_no_silent_loss(nvme_path: Path, had: str) -> None:
+    have, put = HAD[had]
+
     def change(self: LoadsItself, state_dict: dict[str, Any]) -> None:
-        averages = [entries["average"] for entries in self.state.values()]
-        averages[0].mul_(0.5)
+        first, *_ = [have(entries) for entries in self.state.values()]
+        put(first)
 
     parameters = [nn.Parameter(torch.randn(300, 40)) for _ in range(5)]
     optimizer: Any = wrap(LoadsItself(parameters), nvme_path)
