@@ -108,6 +108,8 @@ def _prepare_sharded(
         return plain(*objects, **named)
     if getattr(models[0], "_is_accelerate_prepared", False):
         places = named.get("device_placement") or [None] * len(objects)
+        if len(places) != len(objects):
+            return plain(*objects, **named)  # It refuses them, and says why.
         prepared = tuple(_prepare_one(accelerator, plain, *each) for each in zip(objects, places, strict=True))
         own = {*models[0].parameters()}  # After an evaluation those of the outermost module are whole.
         found = (p for each in prepared if isinstance(each, Optimizer) for p in parameters_of(each))

@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import swapper
 from swapper.hf import SwapCallback, prepare
+from swapper.hf.accelerator import swap_when_sharded
 
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}
 EVERYTHING = {**OPTIMIZER, "offload_gradient": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
@@ -236,6 +237,9 @@ def offer_another(rank: int, path: Path) -> None:
     with pytest.raises(swapper.ConfigError, match="has parameters that are not its own"):
         prepare(accelerator, model, torch.optim.AdamW(whole), settings)
     prepare(accelerator, model, torch.optim.AdamW(model.parameters()), settings)
+    swap_when_sharded(accelerator, settings)
+    with pytest.raises(ValueError, match="should be a list with 2 elements"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()), device_placement=[True])
     torch.distributed.destroy_process_group()
 
 
