@@ -21,6 +21,7 @@ __all__ = ["DEQUANTISES", "check_scales", "dequantised"]
 
 DEQUANTISES = {
     "fp8": ("transformers.integrations.finegrained_fp8", "Fp8Dequantize", "Fp8Dequantize._dequantize_one"),
+    "mxfp8": ("transformers.integrations.finegrained_fp8", "Fp8Dequantize", "Fp8Dequantize._dequantize_one"),
     "mxfp4": ("transformers.integrations.mxfp4", "Mxfp4Dequantize", "dequantize_convertops"),
 }
 """By name of a method of quantisation: a module of transformers; its class that dequantises the weights of a layer, by
@@ -67,9 +68,11 @@ def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list
             return plain(*args[:first], codes, scales, *args[first + 2 :], **kwargs).detach()
 
         like = function(codes.like, scales.like)
-        # Experts that lie in one tensor have a first dimension of their own; of a matrix a scale has several rows.
-        units = codes.shape[0] if codes.dim() > 2 else scales.shape[0] if scales.dim() == 2 else 1
-        if not units or any(not each.dim() or each.shape[0] % units for each in (codes, scales, like)):
+        # A matrix has rows of blocks, or the same scales for all its rows; experts in one tensor have each their own.
+        matrix, of_rows = codes.dim() == 2, scales.shape[0] if scales.dim() == 2 else 0
+        units = of_rows if matrix and of_rows > 1 else codes.shape[0]
+        fits = scales.numel() == 1 or (of_rows in (1, units) if matrix else scales.shape[0] == units and not of_rows)
+        if not units or not fits or any(each.shape[0] % units for each in (codes, like)):
             return plain(*args, **kwargs)
         step = Step(RowWise(function, units), (codes.recipe, scales.recipe), {}, like.shape, like.dtype)
         return Unread(step, like)
@@ -107,10 +110,10 @@ def check_scales(model: torch.nn.Module) -> None:
         if not isinstance(p, Unread) or (p.dtype in _CODES and f"{name}_scale_inv" in parameters):
             continue
         stored = list(sources_of(p.recipe))
-        modules = [each.name.rpartition(".")[0] for each in stored]
-        for each, module in zip(stored, modules, strict=True):
-            if each.dtype in _CODES and modules.count(module) < 2:
+        scaled = {module for module, _, own in (each.name.rpartition(".") for each in stored) if "scale" in own}
+        for each in stored:
+            if each.dtype in _CODES and each.name.rpartition(".")[0] not in scaled:
                 raise SwapError(
                     f"{each.path} does not fit the model: {each.name} has quantised codes, of which {name} is made, "
-                    "but no file has their scales; copy or download the model again"
+                    "but no file has their scales by a name that transformers knows; copy or download the model again"
                 )

@@ -46,7 +46,9 @@ def _rows_of_arguments(step: Step, start: int, stop: int) -> tuple[Any, ...] | N
     if step.item is not None or not args:
         return None
     if isinstance(func, RowWise):
-        several = [rows_of(each, start, stop) for each in args] if func.units == step.shape[0] else [None]
+        if func.units != step.shape[0]:
+            return None
+        several = [rows_of(each, start, stop) if func.cuts(each) else each for each in args]
         return None if None in several else tuple(several)
     if func in (_ATEN.stack.default, _ATEN.cat.default):
         dim = args[1] if len(args) > 1 else step.kwargs.get("dim", 0)

@@ -57,7 +57,7 @@ class RowWise:
     Attributes:
         function: that it calls.
         units: into how many equal parts the rows of the result can be cut; so can those of each argument, and a part is
-            made of one of each.
+            made of one of each. An argument whose rows cannot be cut so is needed whole for each part.
     """
 
     function: Callable[..., torch.Tensor]
@@ -70,9 +70,17 @@ class RowWise:
     def write(self, into: torch.Tensor, args: Sequence[torch.Tensor]) -> None:
         """Make them in `into`, some at a time: what the function needs besides does not grow with the tensor."""
         at_once = max(_AT_ONCE_BYTES * self.units // max(into.nbytes, 1), 1)
-        cuts = [torch.split(each, each.shape[0] // self.units * at_once) for each in (into, *args)]
+        count = -(-self.units // at_once)
+        cuts = [
+            torch.split(each, each.shape[0] // self.units * at_once) if self.cuts(each) else [each] * count
+            for each in (into, *args)
+        ]
         for place, *parts in zip(*cuts, strict=True):
             place.copy_(self.function(*parts))
+
+    def cuts(self, argument: torch.Tensor | Recipe) -> bool:
+        """Return True unless `argument` is needed whole."""
+        return bool(argument.shape) and argument.shape[0] % self.units == 0
 
 
 _AT_ONCE_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from twins import bits, config_for, small_records, swapper_of
 
 import swapper
 from swapper.files import unread
-from swapper.files.dequantised import DEQUANTISES
+from swapper.files.dequantised import DEQUANTISES, dequantised
+from swapper.files.tensor_files import read_header
+from swapper.files.unread import Unread
 from swapper.parameter import from_files
 
 transformers = pytest.importorskip("transformers")
@@ -46,6 +48,12 @@ def save_quantised(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
     """A tiny model as people have it: matrices in float8 with a scale for each block, or experts in mxfp4."""
     class_name, more = MODELS[name]
     save_any(path, class_name, dtype, 10_000_000, **more)
+    quantise(path, name)
+    return path
+
+
+def quantise(path: Path, name: str, part: Callable[[Any], dict[str, Any]] = lambda config: config) -> None:
+    """Let the file of a model, and `part` of its config, have it quantised."""
     file = next(path.glob("*.safetensors"))
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
@@ -55,7 +63,11 @@ def save_quantised(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
             shape = experts, rows, columns // 32
             tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
             tensors[f"{key}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
-        elif name != "gpt_oss" and value.dim() == 2 and not any(part in key for part in ("embed", "head", "gate.w")):
+        elif (
+            name != "gpt_oss"
+            and value.dim() == 2
+            and not any(part in key for part in ("embed", "head", "gate.w", "vision"))
+        ):
             rows, columns = value.shape
             blocks = value.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
             scales = blocks.abs().amax((1, 3)) / 448
@@ -69,12 +81,12 @@ def save_quantised(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
     if name != "gpt_oss":
         said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
-    return path
+    part(config)["quantization_config"] = said
+    (path / "config.json").write_text(json.dumps(config))
 
 
-def load_plain(path: Path) -> Any:
-    return aligned(transformers.AutoModelForCausalLM.from_pretrained(path))
+def load_plain(path: Path, class_name: str = "AutoModelForCausalLM") -> Any:
+    return aligned(getattr(transformers, class_name).from_pretrained(path))
 
 
 def opened(nvme_path: Path, path: Path, pool_bytes: str = "640KiB", **kwargs: Any) -> Any:
@@ -135,12 +147,11 @@ def test_a_token_reads_the_codes_of_what_it_uses(name: str, nvme_path: Path, tmp
     swapper_of(model).close()
 
 
-def test_memory_beside_the_pool_is_that_of_some_rows(
-    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not ten times the codes of a matrix, as where all of it is dequantised at once."""
-    monkeypatch.setattr(unread, "_AT_ONCE_BYTES", 4096)
-    found = []
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the length in bytes of all codes that are dequantised in one call, which are to be few."""
+    monkeypatch.setattr(unread, "_AT_ONCE_BYTES", 1024)
+    found: list[int] = []
     write = unread.RowWise.write
 
     def watched(self: unread.RowWise, into: torch.Tensor, args: Any) -> None:
@@ -151,11 +162,70 @@ def test_memory_beside_the_pool_is_that_of_some_rows(
         write(unread.RowWise(function, self.units), into, args)
 
     monkeypatch.setattr(unread.RowWise, "write", watched)
+    return found
+
+
+def test_memory_beside_the_pool_is_that_of_some_rows(at_once: list[int], nvme_path: Path, tmp_path: Path) -> None:
+    """And not ten times the codes of a matrix, as where all of it is dequantised at once."""
     model = opened(nvme_path, save_quantised(tmp_path / "model", "llama"))
     with torch.no_grad():
         model(torch.arange(3)[None])
-    assert found and max(found) == BLOCK * SIZES["intermediate_size"]
+    assert at_once and max(at_once) == BLOCK * SIZES["intermediate_size"]
     swapper_of(model).close()
+
+
+SCALES: dict[str, tuple[Callable[[int, int], tuple[int, ...]], torch.dtype]] = {
+    "one": (lambda rows, columns: (), torch.bfloat16),
+    "one in a list": (lambda rows, columns: (1,), torch.float32),
+    "one in a table": (lambda rows, columns: (1, 1), torch.float16),
+    "rows": (lambda rows, columns: (rows, 1), torch.float32),
+    "columns": (lambda rows, columns: (1, columns // 4), torch.bfloat16),
+    "powers of 2": (lambda rows, columns: (rows // 8, columns // 16), torch.float8_e8m0fnu),
+    "exponents": (lambda rows, columns: (rows, columns // 32), torch.uint8),
+}
+"""Shapes of the scales of a matrix that transformers knows, and their dtypes."""
+
+
+def scale_anew(path: Path, scales: str, name: str) -> None:
+    shape_of, dtype = SCALES[scales]
+    generator = torch.Generator().manual_seed(2)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for key in [each for each in tensors if each.endswith("weight_scale_inv")]:
+        del tensors[key]
+        shape = shape_of(*tensors[key.removesuffix("_scale_inv")].shape)
+        exponents = torch.randint(118, 122, shape, dtype=torch.uint8, generator=generator)
+        values = torch.rand(shape, generator=generator) / 100
+        made = values.to(dtype) if dtype.itemsize > 1 else exponents.view(dtype)
+        tensors[key.removesuffix("weight_scale_inv") + name] = made
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_of_any_shape_and_dtype(
+    scales: str, name: str, at_once: list[int], nvme_path: Path, tmp_path: Path
+) -> None:
+    """And few rows are dequantised at once, whatever has one scale."""
+    path = save_quantised(tmp_path / "model", name)
+    scale_anew(path, scales, "qscale_weight" if scales == "one" else "weight_scale_inv")
+    if scales == "exponents":
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"]["quant_method"] = "mxfp8"
+        (path / "config.json").write_text(json.dumps(config))
+    compare(opened(nvme_path, path), load_plain(path), torch.device("cpu"))
+    assert at_once and max(at_once) <= 8 * SIZES["intermediate_size"]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 1), (1, 4, 3), (4, 1, 3), (4,)], ids=str)
+def test_experts_with_scales_in_common(shape: tuple[int, ...], tmp_path: Path) -> None:
+    codes, scales = torch.randn(4, 8, 6).to(torch.float8_e4m3fn), torch.rand(shape)
+    save_file({"codes": codes, "scales": scales}, tmp_path / "file.safetensors")
+    stored = {each.name: Unread.of_file(each) for each in read_header(tmp_path / "file.safetensors")}
+    converter = importlib.import_module("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
+    with dequantised("fp8", lambda: True):
+        made = converter._dequantize_one(stored["codes"], stored["scales"])
+    assert bits(unread.read_now(made)) == bits(converter._dequantize_one(codes, scales))
 
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -211,7 +211,7 @@ class Float8(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["plain", "init"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
 def test_float8_is_swapped_to_the_bit(
     dtype: torch.dtype, way: str, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
