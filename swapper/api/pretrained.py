@@ -211,7 +211,8 @@ def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
     if by == "bitsandbytes":
         kwargs["device_map"] = {"": "cpu"}  # Else it goes to the accelerator, where there is one.
     elif by == "mxfp4":  # Kernels for the codes want them in an order of their own, in memory.
-        kwargs.setdefault("quantization_config", import_transformers().Mxfp4Config(dequantize=True))
+        as_told = kwargs.get("quantization_config")
+        kwargs["quantization_config"] = as_told or import_transformers().Mxfp4Config(dequantize=True)
     elif os.path.isdir(path):
         _check_parts(sorted(Path(path, kwargs.get("subfolder") or "").glob("*.safetensors")))
 
@@ -257,7 +258,8 @@ def _class_of(transformers: Any, given: Any, path: str, kwargs: dict[str, Any]) 
         hub = {name: kwargs[name] for name in (*_HUB, "trust_remote_code", "code_revision") if name in kwargs}
         reader = getattr(given, "config_class", None) or transformers.AutoConfig
         config = reader.from_pretrained(_base_of(path) if config is None else config, **hub)
-    quantised: Any = getattr(config, "quantization_config", None) or {}
+    said = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config(decoder=True)))
+    quantised: Any = next(filter(None, said), {})  # As transformers looks for it.
     method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
     by = str(getattr(method, "value", method)) or ("a method that its config does not name" if quantised else "")
     if given is not None:

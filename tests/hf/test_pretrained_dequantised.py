@@ -228,6 +228,23 @@ def test_experts_with_scales_in_common(shape: tuple[int, ...], tmp_path: Path) -
     assert bits(unread.read_now(made)) == bits(converter._dequantize_one(codes, scales))
 
 
+def test_a_method_that_only_the_text_has(nvme_path: Path, tmp_path: Path) -> None:
+    """The config of a model of text and images may say it there."""
+    text = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    path = tmp_path / "model"
+    transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(path)
+    quantise(path, "gemma3", lambda said: said["text_config"])
+    model, plain = opened(nvme_path, path, "1MiB"), load_plain(path, "Gemma3ForConditionalGeneration")
+    compare(model, plain, torch.device("cpu"))
+    said = json.loads((path / "config.json").read_text())
+    said["text_config"]["quantization_config"]["quant_method"] = "gptq"
+    (path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(swapper.ConfigError, match=r"quantised model \(gptq\)"):
+        opened(nvme_path, path)
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
