@@ -31,7 +31,7 @@ _CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})
 
 
 @contextmanager
-def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list[SwapError]]:
+def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list[Exception]]:
     """Within it what transformers dequantises is not computed, if it is `Unread`.
 
     Args:
@@ -39,13 +39,13 @@ def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list
         is_here: returns True in the thread that this concerns.
 
     Returns:
-        What was wrong with the files. transformers goes on after an error, and raises one of its own at the end.
+        What went wrong. transformers goes on after an error, and raises one of its own at the end.
 
     Raises:
         ConfigError: this version of transformers does it in another way.
     """
     module_name, class_name, path = DEQUANTISES[quantised_by]
-    wrong: list[SwapError] = []
+    wrong: list[Exception] = []
     try:
         module: Any = importlib.import_module(module_name)
         converter, (*within, name) = getattr(module, class_name), path.split(".")
@@ -83,7 +83,9 @@ def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list
             return convert(self, input_dict, *args, **kwargs)
         except Exception as error:
             stored = [each for u in given if isinstance(u, Unread) for each in sources_of(u.recipe)]
-            if is_here() and stored:
+            if is_here() and isinstance(error, (SwapError, MemoryError)):
+                wrong.append(error)
+            elif is_here() and stored:
                 files = ", ".join(map(str, dict.fromkeys(each.path for each in stored)))
                 wrong.append(
                     SwapError(

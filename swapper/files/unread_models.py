@@ -4,7 +4,8 @@
 `safe_open`, renames, casts, stacks and splits its tensors by rules of its own, sets the results as parameters, ties
 them, and makes what is in no file. Here it does all that itself, but `safe_open` is ours: it gives `Unread` tensors.
 So what it knows of models and checkpoints is used, and not written again. Where it has the name `safe_open` from
-elsewhere in a later version, the parameters are found to be ordinary tensors, and refused.
+elsewhere in a later version, the parameters are found to be ordinary tensors, and refused. What it says of tensors that
+it cannot convert is in a report that it logs, and is put into an error of ours.
 """
 
 from __future__ import annotations
@@ -164,11 +165,22 @@ def unread_files(device: torch.device, quantised_by: str = "") -> Iterator[Files
                 return plain(path, *args, **kwargs)
             return _UnreadFile(found.header(Path(path)))
 
-        vars(module)["safe_open"] = opened
+        def reported(*args: Any, **kwargs: Any) -> None:
+            try:
+                before["log_state_dict_report"](*args, **kwargs)
+            except RuntimeError as error:
+                failed = getattr(kwargs.get("loading_info"), "conversion_errors", None)
+                if not is_here() or not failed:
+                    raise
+                raise _not_converted(found, failed) from error
+
+        ours = {"safe_open": opened, "log_state_dict_report": reported}
+        before: dict[str, Callable[..., Any]] = {name: vars(module)[name] for name in ours if name in vars(module)}
+        vars(module).update({name: ours[name] for name in before})
         _here.files = found
         try:
             with contextlib.ExitStack() as stack:
-                wrong: list[SwapError] = []
+                wrong: Sequence[Exception] = ()
                 if quantised_by == "bitsandbytes":  # Whose import takes much memory.
                     wrong = stack.enter_context(prequantised(found.unfilled, is_here))
                 elif quantised_by in DEQUANTISES:
@@ -183,7 +195,23 @@ def unread_files(device: torch.device, quantised_by: str = "") -> Iterator[Files
                     raise wrong[0]
         finally:
             _here.files = None
-            vars(module)["safe_open"] = plain
+            vars(module).update(before)
+
+
+def _not_converted(files: FilesRead, failed: dict[str, str]) -> SwapError:
+    """Make the error of transformers that it could not stack or join tensors, or convert them in another way.
+
+    Args:
+        files: where they are.
+        failed: by the name of what would be made of them, a traceback and what it says, in lines.
+    """
+    name, said = next(iter(failed.items()))
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    more = f", nor {len(failed) - 1} more" if len(failed) > 1 else ""
+    return SwapError(
+        f"{files} does not fit the model: {name} cannot be made of the tensors there{more} ({'; '.join(lines[-2:])}); "
+        "copy or download the model again"
+    )
 
 
 def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:

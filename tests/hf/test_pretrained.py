@@ -25,7 +25,7 @@ from swapper.parameter import from_files
 
 transformers = pytest.importorskip("transformers")
 
-from pretrained import GENERATES, aligned, generated, inputs_for, save_any, save_tiny  # noqa: E402
+from pretrained import GENERATES, aligned, change, generated, inputs_for, save_any, save_tiny  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -378,6 +378,19 @@ def test_what_is_broken_is_an_error_with_its_name(
     with pytest.raises((swapper.SwapError, swapper.ConfigError), match=says):
         pretrained(nvme_path, tmp_path / "model")
     assert list(nvme_path.iterdir()) == []
+
+
+def test_experts_that_do_not_fit_together_are_an_error_with_their_name(nvme_path: Path, tmp_path: Path) -> None:
+    """transformers has names in a report that it logs, and none in its error."""
+    save_tiny(tmp_path / "model", "mixtral", torch.float32)
+    reports = transformers.modeling_utils.log_state_dict_report
+    change(tmp_path / "model", "model.layers.1.block_sparse_moe.experts.2.w2.weight", torch.ones(64, 95))
+    says = (
+        r"safetensors does not fit the model: model\.layers\.1\.mlp\.experts\.down_proj cannot be made of .*equal size"
+    )
+    with pytest.raises(swapper.SwapError, match=says):
+        pretrained(nvme_path, tmp_path / "model")
+    assert list(nvme_path.iterdir()) == [] and transformers.modeling_utils.log_state_dict_report is reports
 
 
 def test_where_nothing_is(nvme_path: Path, tmp_path: Path) -> None:

@@ -273,6 +273,18 @@ def test_what_does_not_fit_is_an_error_with_its_name(
     assert list(nvme_path.iterdir()) == []
 
 
+def test_memory_that_is_lacking_is_no_fault_of_the_files(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise MemoryError("drawn")
+
+    path = save_quantised(tmp_path / "model", "llama")
+    monkeypatch.setattr("swapper.files.dequantised.Step", fails)
+    with pytest.raises(MemoryError, match="drawn"):
+        opened(nvme_path, path)
+
+
 def test_a_config_that_would_quantise_is_refused(nvme_path: Path, tmp_path: Path) -> None:
     path = save_quantised(tmp_path / "model", "llama")
     for config in (transformers.FineGrainedFP8Config(), transformers.BitsAndBytesConfig(load_in_4bit=True)):
