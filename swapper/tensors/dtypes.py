@@ -10,8 +10,10 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
     "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # From torch 2.7 on.
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 """Element types of safetensors files, by their names there."""
 
 PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
