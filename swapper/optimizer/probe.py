@@ -404,7 +404,10 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             "wrap the optimizer first and replace step then, or write a subclass with a step of its own"
         )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
+        raise ConfigError(
+            f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one, or, if {name} keeps "
+            "entries of its own in the inner one's state, set offload_optimizer.device to none"
+        )
     if stray := [key for key, value in optimizer.state.items() if value and not isinstance(key, torch.Tensor)]:
         raise ConfigError(
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"

@@ -158,6 +158,20 @@ def test_a_step_that_was_replaced_on_the_object_is_refused(nvme_path: Path, repl
     assert optimizer.step is step
 
 
+class Around(Optimizer):
+    """Keeps entries of its own in the state of the optimizer that it wraps, as Lookahead of timm does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+
+def test_a_class_around_another_optimizer_is_told_both_ways_out(nvme_path: Path) -> None:
+    outer = Around(torch.optim.AdamW(make_model().parameters()))
+    with pytest.raises(swapper.ConfigError, match=r"wrap_optimizer the inner one, or, .*device to none"):
+        swapper.wrap_optimizer(outer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+
+
 class CountsInItsGroups(Optimizer):
     """Counts steps in its groups before it looks for gradients, and passes by a group that is empty."""
 
