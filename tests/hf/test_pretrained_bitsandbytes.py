@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     pytest.importorskip("bitsandbytes")
 
 from bitsandbytes_models import KINDS, STRUCTURES, load_plain, save_quantised  # noqa: E402
-from pretrained import VOCABULARY, change, generated, inputs_for  # noqa: E402
+from pretrained import VOCABULARY, change, compare_generation  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -59,11 +59,7 @@ def test_generate_gives_the_logits_of_from_pretrained(
     path = save_quantised(tmp_path, structure, kind, dtype)
     plain = load_plain(path)
     model = opened(nvme_path, path)
-    for batch in (1, 4):
-        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
-        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            way.update({"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {})
-            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    compare_generation(model, plain, torch.device("cpu"))
     metrics = swapper_of(model).metrics
     assert metrics.bytes_read and not metrics.bytes_written
     weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]
@@ -90,12 +86,7 @@ def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     plain = load_plain(path, device_map={"": on})
     model = opened(nvme_path, path, device=on)
     assert {each.device for each in (*model.parameters(), *model.buffers())} == {on}
-    for batch in (1, 4):
-        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
-        inputs = {name: each.to(on) for name, each in inputs.items()}
-        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            way.update({"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {})
-            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    compare_generation(model, plain, on)
     metrics = swapper_of(model).metrics
     assert metrics.bytes_read and not metrics.bytes_written
     weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]

@@ -22,7 +22,7 @@ from swapper.parameter import from_files
 
 transformers = pytest.importorskip("transformers")
 
-from pretrained import SIZES, aligned, generated, inputs_for, save_any  # noqa: E402
+from pretrained import SIZES, aligned, compare_generation, save_any  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -94,11 +94,7 @@ def opened(nvme_path: Path, path: Path, pool_bytes: str = "640KiB", **kwargs: An
 
 
 def compare(model: Any, plain: Any, on: torch.device) -> None:
-    for batch in (1, 4):
-        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
-        inputs = {key: each.to(on) for key, each in inputs.items()}
-        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    compare_generation(model, plain, on)
     metrics = swapper_of(model).metrics
     assert metrics.bytes_read and not metrics.bytes_written
     swapper_of(model).close(keep_values=True)

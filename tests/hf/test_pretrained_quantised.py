@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     quantization = pytest.importorskip("torchao.quantization")
 
-from pretrained import change, generated, inputs_for, save_tiny  # noqa: E402
+from pretrained import change, compare_generation, save_tiny  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -63,10 +63,7 @@ def test_generate_gives_the_logits_of_from_pretrained(kind: str, nvme_path: Path
     model = opened(nvme_path, path)
     weight, expected = (each.model.layers[1].mlp.up_proj.weight for each in (model, plain))
     assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
-    for batch in (1, 4):
-        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
-        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    compare_generation(model, plain, torch.device("cpu"))
     metrics = swapper_of(model).metrics
     assert metrics.bytes_read and not metrics.bytes_written
     swapper_of(model).close(keep_values=True)
@@ -89,11 +86,7 @@ def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     weight, expected = (each.model.layers[1].mlp.up_proj.weight for each in (model, plain))
     assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
     assert {each.device for each in (*model.parameters(), *model.buffers(), weight.qdata)} == {on}
-    for batch in (1, 4):
-        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
-        inputs = {name: each.to(on) for name, each in inputs.items()}
-        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    compare_generation(model, plain, on)
     metrics = swapper_of(model).metrics
     assert metrics.bytes_read and not metrics.bytes_written
     swapper_of(model).close(keep_values=True)

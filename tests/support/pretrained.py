@@ -14,7 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from twins import bits
 
-__all__ = ["GENERATES", "VOCABULARY", "aligned", "change", "generated", "inputs_for", "save_any", "save_tiny"]
+__all__ = [
+    "GENERATES",
+    "VOCABULARY",
+    "aligned",
+    "change",
+    "compare_generation",
+    "generated",
+    "inputs_for",
+    "save_any",
+    "save_tiny",
+]
 
 VOCABULARY = 96
 
@@ -107,3 +117,13 @@ def change(path: Path, name: str, value: torch.Tensor | None) -> None:
             if value is None:
                 del table["weight_map"][name]
             index.write_text(json.dumps(table))
+
+
+def compare_generation(model: Any, plain: Any, device: torch.device) -> None:
+    """Assert that both, on `device`, generate with the same logits: of one prompt and several, greedy and by chance."""
+    start = {"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {}
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        inputs = {name: each.to(device) for name, each in inputs.items()}
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            assert generated(model, inputs, **way, **start) == generated(plain, inputs, **way, **start)
