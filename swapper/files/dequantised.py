@@ -83,7 +83,7 @@ def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list
             return convert(self, input_dict, *args, **kwargs)
         except Exception as error:
             stored = [each for u in given if isinstance(u, Unread) for each in sources_of(u.recipe)]
-            if is_here() and isinstance(error, (SwapError, MemoryError)):
+            if is_here() and isinstance(error, (SwapError, MemoryError, torch.OutOfMemoryError)):
                 wrong.append(error)
             elif is_here() and stored:
                 files = ", ".join(map(str, dict.fromkeys(each.path for each in stored)))

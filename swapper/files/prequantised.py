@@ -69,7 +69,7 @@ def untouched(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextmanager
-def prequantised(unfilled: Unfilled, is_here: Callable[[], bool]) -> Iterator[list[SwapError]]:
+def prequantised(unfilled: Unfilled, is_here: Callable[[], bool]) -> Iterator[list[Exception]]:
     """Within it what transformers makes of quantised weights that are `Unread` stands in `unfilled`.
 
     Args:
@@ -77,9 +77,9 @@ def prequantised(unfilled: Unfilled, is_here: Callable[[], bool]) -> Iterator[li
         is_here: returns True in the thread that this concerns.
 
     Returns:
-        What was wrong with the files. transformers goes on after an error, and raises one of its own at the end.
+        What went wrong. transformers goes on after an error, and raises one of its own at the end.
     """
-    wrong: list[SwapError] = []
+    wrong: list[Exception] = []
     found = importlib.import_module(_MODULE)
     classes = [(found.Bnb4bitDeserialize, _check_4_bits), (found.Bnb8bitDeserialize, _check_8_bits)]
     plain = {each: each.convert for each, _ in classes}
@@ -93,7 +93,7 @@ def prequantised(unfilled: Unfilled, is_here: Callable[[], bool]) -> Iterator[li
             try:
                 tensors = {key: _stand_in(key, each, unfilled) for key, each in given.items()}
                 check(_Weight(name, module, tensors, given))
-            except SwapError as error:
+            except (SwapError, MemoryError, torch.OutOfMemoryError) as error:
                 wrong.append(error)
                 raise
             return own(self, tensors, *args, **kwargs)

@@ -122,6 +122,18 @@ def test_memory_of_an_accelerator_does_not_grow_with_the_model(
     assert more - less <= 8192 < (many - few) / 100
 
 
+def test_memory_that_an_accelerator_lacks_is_no_fault_of_the_files(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError("drawn")
+
+    path = save_quantised(tmp_path, "llama", "int8", torch.bfloat16)
+    monkeypatch.setattr("swapper.files.prequantised.untouched", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="drawn"):
+        opened(nvme_path, path)
+
+
 def test_no_weight_is_read_before_it_is_used(nvme_path: Path, tmp_path: Path) -> None:
     path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
     model = opened(nvme_path, path)
