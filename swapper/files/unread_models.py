@@ -272,8 +272,8 @@ def _make_hollow_inside(
         setattr(wrapper, key, inside[key])
     if wrapper.device == device:
         return wrapper
-    made_of: Any = type(wrapper)
-    new: torch.Tensor = made_of.__tensor_unflatten__(inside, context, wrapper.shape, wrapper.stride())
+    own_class: Any = type(wrapper)
+    new: torch.Tensor = own_class.__tensor_unflatten__(inside, context, wrapper.shape, wrapper.stride())
     for key, value in vars(wrapper).items():  # `_is_param` too, by which it is a parameter.
         vars(new).setdefault(key, value)
     made[wrapper] = new.requires_grad_(wrapper.requires_grad)

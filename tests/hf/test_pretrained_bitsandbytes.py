@@ -56,16 +56,16 @@ def opened(nvme_path: Path, path: Path, **kwargs: Any) -> Any:
 def test_generate_gives_the_logits_of_from_pretrained(
     structure: str, kind: str, dtype: torch.dtype, nvme_path: Path, tmp_path: Path
 ) -> None:
-    path = save_quantised(tmp_path, structure, kind, dtype)
-    plain = load_plain(path)
-    model = opened(nvme_path, path)
-    compare_generation(model, plain, torch.device("cpu"))
-    metrics = swapper_of(model).metrics
-    assert metrics.bytes_read and not metrics.bytes_written
+    compare_with_plain(save_quantised(tmp_path, structure, kind, dtype), torch.device("cpu"), nvme_path)
+
+
+def compare_with_plain(path: Path, on: torch.device, nvme_path: Path) -> None:
+    plain = load_plain(path, device_map={"": on})
+    model = opened(nvme_path, path, device=on)
+    assert {each.device for each in (*model.parameters(), *model.buffers())} == {on}
     weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]
     assert all(map(is_evicted, weights)) and len(weights) > 4
-    swapper_of(model).close(keep_values=True)
-    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+    compare_generation(model, plain, on)
 
 
 @pytest.fixture
@@ -82,17 +82,7 @@ def on(device: str) -> Iterator[torch.device]:
 def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     structure: str, kind: str, dtype: torch.dtype, on: torch.device, nvme_path: Path, tmp_path: Path
 ) -> None:
-    path = save_quantised(tmp_path, structure, kind, dtype)
-    plain = load_plain(path, device_map={"": on})
-    model = opened(nvme_path, path, device=on)
-    assert {each.device for each in (*model.parameters(), *model.buffers())} == {on}
-    compare_generation(model, plain, on)
-    metrics = swapper_of(model).metrics
-    assert metrics.bytes_read and not metrics.bytes_written
-    weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]
-    assert all(map(is_evicted, weights)) and len(weights) > 4
-    swapper_of(model).close(keep_values=True)
-    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+    compare_with_plain(save_quantised(tmp_path, structure, kind, dtype), on, nvme_path)
 
 
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])

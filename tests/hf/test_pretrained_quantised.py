@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from twins import bits, config_for, small_records, swapper_of
+from twins import config_for, small_records, swapper_of
 
 import swapper
 from swapper.parameter import from_files
@@ -64,10 +64,6 @@ def test_generate_gives_the_logits_of_from_pretrained(kind: str, nvme_path: Path
     weight, expected = (each.model.layers[1].mlp.up_proj.weight for each in (model, plain))
     assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
     compare_generation(model, plain, torch.device("cpu"))
-    metrics = swapper_of(model).metrics
-    assert metrics.bytes_read and not metrics.bytes_written
-    swapper_of(model).close(keep_values=True)
-    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
 
 
 @pytest.fixture
@@ -87,10 +83,6 @@ def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
     assert {each.device for each in (*model.parameters(), *model.buffers(), weight.qdata)} == {on}
     compare_generation(model, plain, on)
-    metrics = swapper_of(model).metrics
-    assert metrics.bytes_read and not metrics.bytes_written
-    swapper_of(model).close(keep_values=True)
-    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
 
 
 def test_only_what_is_small_is_read_before_it_is_used(nvme_path: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from twins import bits
+from twins import bits, swapper_of
 
 __all__ = [
     "GENERATES",
@@ -120,10 +120,17 @@ def change(path: Path, name: str, value: torch.Tensor | None) -> None:
 
 
 def compare_generation(model: Any, plain: Any, device: torch.device) -> None:
-    """Assert that both, on `device`, generate with the same logits: of one prompt and several, greedy and by chance."""
+    """Assert that both, on `device`, generate with the same logits: of one prompt and several, greedy and by chance.
+
+    `model` has its weights in files then, which are read and not written; its swapper is closed, and the values stay.
+    """
     start = {"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {}
     for batch in (1, 4):
         inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
         inputs = {name: each.to(device) for name, each in inputs.items()}
         for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
             assert generated(model, inputs, **way, **start) == generated(plain, inputs, **way, **start)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
