@@ -133,9 +133,9 @@ class BoxedState:
             if not self._parts_in(slot) and {*self.saved.parameters[first].dtypes} - self.split(slot):
                 yield from self.parts.files(first)
 
-    def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
-        """The groups as in a state dict, with `names` of the parameters, one for each slot."""
-        return self.parts.groups(names)
+    def state_dict(self, state: Mapping[Any, Any], names: Sequence[Any]) -> dict[str, Any]:
+        """As of `StateReader`, with one name for each slot."""
+        return self.parts.state_dict(state, names)
 
     def split(self, slot: int) -> set[str]:
         """The keys of the state that has an element for each of the parameter's."""

@@ -24,6 +24,7 @@ from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
+from swapper.checkpoint.state_writer import rest_of
 from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
@@ -260,7 +261,7 @@ class _Export:
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
         steps = {} if state.saved.encoding in ("exact", "packed") else {STEPS: state.saved.encoded_steps}
-        return {"state": found, "param_groups": state.groups(names), **steps}
+        return {**state.state_dict(found, names), **steps}
 
     def optimizers_by_name(self) -> dict[str, Any]:
         """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
@@ -273,6 +274,12 @@ class _Export:
                     "torch.distributed.checkpoint keeps state by names; export to torch, or the model alone"
                 )
             found = self.optimizer(number, names)
+            if rest := rest_of(found, names):
+                also = ", ".join(map(repr, rest.get("state", rest)))
+                raise SwapError(
+                    f"the state dict of optimizer {number} also has {also}, which torch.distributed.checkpoint leaves "
+                    "out; export to torch, or the model alone"
+                )
             whole["state"] |= found["state"]
             whole["param_groups"] += found["param_groups"]
         return whole
@@ -437,10 +444,15 @@ def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
                 tensors[f"{name}.{key}"] = stream.contiguous()
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
-    groups = [encode(each, f"optimizer {number}, options", more, "param_groups.") for each in state.groups(names)]
+    state_dict = state.state_dict({}, names)
+    groups = [
+        encode(each, f"optimizer {number}, options", more, "param_groups.") for each in state_dict["param_groups"]
+    ]
+    added = rest_of(state_dict, names)
+    added = {"rest": encode(added, f"optimizer {number}, state_dict", more, "rest.")} if added else {}
     tensors |= {name: _in_memory(tensor) for name, tensor in more.items()}
     _write_tensors(job, path / f"{file}.safetensors", tensors, {"format": "pt"})
-    _write_json(path / f"{file}.json", {"class": saved.kind, "param_groups": groups, "state": rest})
+    _write_json(path / f"{file}.json", {"class": saved.kind, "param_groups": groups, "state": rest, **added})
 
 
 def _in_memory(tensor: torch.Tensor) -> TensorStream:

@@ -214,7 +214,7 @@ class SavedOptimizer(_Entry):
 
     If ranks had parts of its parameters `sharded` has those that the groups refer to, and `parameters` are their parts.
     `encoding` names what state may be stored in, and `encoded_steps` counts the steps that its random bits have come
-    to: see [Note: encoded state] of `encodings`.
+    to: see [Note: encoded state] of `encodings`. `rest` is what its class, or a hook, adds to its `state_dict()`.
     """
 
     kind: str
@@ -227,6 +227,7 @@ class SavedOptimizer(_Entry):
     buckets: list[SavedBucket]
     sharded: list[SavedWhole] = []
     encoded_steps: Count = 0
+    rest: Any = None
 
     def wholes(self) -> list[SavedWhole]:
         """The parameters that the groups refer to. Where none is in parts, `split` does not say anything."""

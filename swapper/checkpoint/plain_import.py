@@ -20,7 +20,7 @@ from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride
+from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride, rest_of
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
@@ -374,9 +374,11 @@ def _optimizer(
     what = f"optimizer {number}"
     groups = state["param_groups"]
     keys = [each for group in groups for each in group["params"]]
-    if len(set(keys)) < len(keys) or state["state"].keys() - set(keys):
-        raise SwapError(f"{what}: its state and the parameters of its groups do not fit together")
     by_name = bool(keys) and all(isinstance(each, str) for each in keys)
+    # What is not of a parameter has a name.
+    lost = [each for each in state["state"].keys() - set(keys) if by_name or isinstance(each, int)]
+    if len(set(keys)) < len(keys) or lost:
+        raise SwapError(f"{what}: its state and the parameters of its groups do not fit together")
     names = _names(groups, keys, by_name)
     known = [model.get(name) for name in names]
     if any(names) and (lost := [name for name, value in zip(names, known, strict=True) if value is None]):
@@ -389,7 +391,7 @@ def _optimizer(
         for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    writer = StateWriter(new, number, kind, groups, described)
+    writer = StateWriter(new, number, kind, groups, described, rest_of(state, keys))
     writer.save_memory(entries, rounded_to)
     writer.saved.encoded_steps = steps_in(state)
     return writer.saved, writer.step

@@ -300,7 +300,8 @@ def _check_alike(offers: Sequence[_Offer], optimizers: Sequence[Optimizer], name
             if here != there:
                 raise SwapError(
                     f"optimizer {number} of rank {rank} is of another class than that of rank 0, or its groups have "
-                    "other options or numbers of parameters; ranks that save one checkpoint together have the same"
+                    "other options or numbers of parameters, or it adds other values to its state dict; ranks that "
+                    "save one checkpoint together have the same"
                 )
         for number, (sums, theirs) in enumerate(zip(offer.plain, first.plain, strict=True)):
             if sums != theirs:
@@ -420,6 +421,7 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
         encoding=next((e for each in saved if (e := each.optimizers[number].encoding) != "exact"), "exact"),
         encoded_steps=first.encoded_steps,
         options=first.options,
+        rest=first.rest,
         groups=first.groups,
         parameters=[],
         buckets=[],

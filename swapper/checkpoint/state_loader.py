@@ -99,7 +99,7 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    return functools.partial(loader.load, loader.state.groups(range(len(loader.state.wholes))))
+    return functools.partial(loader.load, loader.state.state_dict({}, range(len(loader.state.wholes))))
 
 
 def _bits_now(
@@ -139,10 +139,10 @@ class _StateLoader:
             if bucket.segments and isinstance(first := bucket.segments[0], SavedSegment)
         }
 
-    def load(self, groups: list[dict[str, Any]]) -> None:
-        """Replace the options of groups, and all state."""
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Replace what `state_dict` has, which is all but the state of parameters, and that."""
         optimizer, swapper = self._optimizer, swapper_of(self._optimizer)
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        optimizer.load_state_dict(state_dict)
         with_state = [(slot, p) for slot, p in enumerate(self._parameters) if self.state.has_state(slot)]
         if swapper is not None:
             swapper.restore([p for _, p in with_state], self._fill)

@@ -246,6 +246,16 @@ class StateReader:
             {**options, "params": [names[slot] for slot in slots]} for options, slots in zip(found, groups, strict=True)
         ]
 
+    def state_dict(self, state: Mapping[Any, Any], names: Sequence[Any]) -> dict[str, Any]:
+        """A state dict of the optimizer with `state`, by `names` of parameters, and with what the class adds to it."""
+        rest = decode(self.saved.rest, f"{self._what}, state_dict", self._checkpoint.small_tensor)
+        if not (rest is None or (type(rest) is dict and type(rest.get("state", {})) is dict)):
+            raise SwapError(
+                f"{self._checkpoint.directory / INDEX} is damaged: what {self._what} adds to its state_dict is none"
+            )
+        rest = rest or {}
+        return {**rest, "state": {**rest.get("state", {}), **state}, "param_groups": self.groups(names)}
+
     def has_state(self, slot: int) -> bool:
         """True if the checkpoint has state of the parameter."""
         return bool(self.saved.parameters[slot].keys) or slot in self.with_master

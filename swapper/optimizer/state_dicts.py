@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import mmap
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class StateRecords:
         self.bucket_records = bucket_records
         self.store = store
         self._noted_steps = 0
+        self._is_withheld = False
 
     def gather(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> dict[int, dict[str, Any]]:
         """The state of `parameters`, by `id`, in the class's own format.
@@ -122,8 +124,20 @@ class StateRecords:
             set_grad_mode(False)
             checksums_to_host(segment for of in parameters for segment in of.segments)
 
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Within it `state_dict()` has no state of parameters."""
+        self._is_withheld = True
+        try:
+            yield
+        finally:
+            self._is_withheld = False
+
     def put_into(self, state_dict: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Put the state of `parameters`, those of all groups in order, into `state_dict`. Errors as of `gather`."""
+        if self._is_withheld:
+            state_dict["state"] = {}
+            return
         gathered = self.gather(parameters, self.allocator(parameters))
         state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
         if self.plan.rounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import resource
 import signal
@@ -27,6 +28,8 @@ from torch import nn
 from twins import bits, small_records
 
 import swapper
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import File
@@ -271,6 +274,117 @@ def test_masters_without_masters_are_refused_before_anything_changes(tmp_path: P
     with pytest.raises(ConfigError, match="master_weights"):
         swapper.load_checkpoint(tmp_path / "saved", model, torch.optim.AdamW(model.parameters()))
     assert bits(dict(model.state_dict())) == before
+
+
+# --- What a class adds to its state dict -----------------------------------------------------------------------------
+
+
+class Counting(torch.optim.AdamW):
+    """Adds to its state dict, and asks for that."""
+
+    turns = 0
+    average = torch.zeros(3)
+
+    def step(self, closure: Any = None) -> Any:
+        self.turns += 1
+        self.average = self.average + 0.5
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turns": self.turns, "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        given = dict(state_dict)
+        self.turns, self.average = given.pop("turns"), given.pop("average").clone()
+        super().load_state_dict(given)
+
+
+class OfNoParameter(torch.optim.AdamW):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        out = super().step(closure)
+        self.state["all"] = {"turns": (self.state.get("all") or {"turns": 0})["turns"] + 1}  # type: ignore[index]
+        return out
+
+
+class Hooked(torch.optim.AdamW):
+    """Something of the user's adds to its state dict, and reads that."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.users = [0]
+        self.register_state_dict_post_hook(lambda _, found: {**found, "users": self.users[0]})
+        self.register_load_state_dict_pre_hook(lambda _, given: self.users.__setitem__(0, given["users"]))
+
+
+ADDING: list[Any] = [Counting, OfNoParameter, Hooked]
+
+
+def trained_by(kind: Any, path: Path | None, steps: int) -> Training:
+    training = Training(None)
+    training.optimizer = kind(training.model.parameters(), lr=1e-2)
+    if path is not None:
+        settings: dict[str, Any] = {"nvme_path": path, "pool_bytes": "2MiB", "bucket_bytes": "128KiB"}
+        with small_records():
+            swapper.wrap_optimizer(
+                training.optimizer, swapper.OffloadConfig(**settings, offload_optimizer={"device": "nvme"})
+            )
+    if kind is Hooked:
+        training.optimizer.users[0] = steps
+    return training.steps(steps)
+
+
+def whole_state(training: Training) -> Any:
+    return bits([dict(training.model.state_dict()), training.optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("kind", ADDING)
+@pytest.mark.parametrize("before", [None, "nvme"])
+@pytest.mark.parametrize("after", [None, "nvme"])
+def test_what_a_class_adds_to_its_state_dict(kind: Any, before: Any, after: Any, tmp_path: Path) -> None:
+    """Only of one whose step does not change attributes state can be swapped."""
+    if kind is not Hooked and (before or after):
+        with pytest.raises(ConfigError, match=r"changes its attribute|belongs to no parameter"):
+            trained_by(kind, tmp_path, 2)
+        return
+    first = trained_by(kind, tmp_path if before else None, 3)
+    swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    second = trained_by(kind, tmp_path if after else None, 1)
+    swapper.load_checkpoint(tmp_path / "saved", second.model, second.optimizer)
+    second.turn = first.turn
+    assert whole_state(second) == whole_state(first)
+    assert whole_state(second.steps(2)) == whole_state(first.steps(2))
+
+
+@pytest.mark.parametrize("kind", ADDING)
+def test_it_is_exported_and_imported(kind: Any, tmp_path: Path) -> None:
+    first, other = trained_by(kind, None, 3), trained_by(kind, None, 1)
+    swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    export_checkpoint(tmp_path / "saved", "torch", tmp_path / "out.pt")
+    import_checkpoint(tmp_path / "out.pt", tmp_path / "again", optimizer=f"{kind.__module__}.{kind.__name__}")
+    exported = torch.load(tmp_path / "out.pt")["optimizer"]
+    assert bits(exported) == bits(first.optimizer.state_dict())
+    swapper.load_checkpoint(tmp_path / "again", other.model, other.optimizer)
+    assert whole_state(other) == whole_state(first)
+    export_checkpoint(tmp_path / "saved", "safetensors", tmp_path / "files")
+    assert json.loads((tmp_path / "files" / "optimizer.json").read_text())["rest"]
+    with pytest.raises(SwapError, match=r"also has .*, which torch.distributed.checkpoint leaves out"):
+        export_checkpoint(tmp_path / "saved", "dcp", tmp_path / "dcp")
+
+
+def test_state_that_is_not_where_torch_has_it(tmp_path: Path) -> None:
+    class Around(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            return inner.state_dict()
+
+    training = Training(None).steps(1)
+    inner, around = training.optimizer, Around(training.model.parameters())
+    with pytest.raises(
+        SwapError, match=r"state of parameters in its state_dict.. that is not in its attribute `state`"
+    ):
+        swapper.save_checkpoint(tmp_path / "saved", training.model, around)
+    assert not (tmp_path / "saved").exists()
 
 
 # --- Where one would not expect it ------------------------------------------------------------------------------------

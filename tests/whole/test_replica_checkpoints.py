@@ -97,6 +97,7 @@ def close(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def save_and_load(rank: int, directory: str, nvme: str) -> None:
+    users: list[list[float]] = []
     for place in PLACES:
         net, optimizers = made(nvme, place)
         # DistributedDataParallel keeps views of parameters, for which that pool is too small.
@@ -104,6 +105,8 @@ def save_and_load(rank: int, directory: str, nvme: str) -> None:
         for seed in range(2):
             step(used, optimizers, rank, seed)
         path = f"{directory}/{place}"
+        optimizers[1].register_state_dict_post_hook(lambda _, found: {**found, "users": torch.ones(3)})
+        optimizers[1].register_load_state_dict_pre_hook(lambda _, given: users.append(given["users"].tolist()))
         swapper.save_checkpoint(path, used, optimizers, {"rank": rank}, together=True).wait()
         saved = everything(net, optimizers)
         torch.save(saved, f"{path}-{rank}.pt")
@@ -111,6 +114,8 @@ def save_and_load(rank: int, directory: str, nvme: str) -> None:
         step(used, optimizers, rank, 3)
         assert swapper.load_checkpoint(path, used, optimizers) == {"rank": rank}
         assert are_same(everything(net, optimizers), saved), place
+        assert users.pop() == [1, 1, 1]
+        assert not users
         step(used, optimizers, rank, 4)
         close(net, optimizers)
 
@@ -249,6 +254,9 @@ def fail(rank: int, directory: str, nvme: str) -> None:
                 refused("" if rank == failing else f"on rank {failing}", rank, directory, path, net, optimizers)
     refused("different numbers of optimizers", rank, directory, path, net, optimizers[: 2 - rank])
     refused("another class", rank, directory, path, net, optimizers[:: -1 if rank else 1])
+    hook = optimizers[1].register_state_dict_post_hook(lambda _, found: {**found, "rank": torch.tensor(rank)})
+    refused("adds other values to its state dict", rank, directory, path, net, optimizers)
+    hook.remove()
     other = f"{directory}/other" if rank else path
     refused("another directory here than .*checkpoint on rank 0", rank, directory, other, net, optimizers)
     weight = net.get_parameter("head.weight")
