@@ -92,6 +92,8 @@ class Stepper:
         self._late = ExitStack()  # in backward: what the last bucket has changed is written later
         self._edited: dict[OptimizerParameter, bool | torch.Tensor] = {}  # of this step
         self._noted: set[OptimizerParameter] = set()  # those of them that were counted
+        # of this step: what the user gave, and the part of it that is stepped
+        self._replicated: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
     def announce(self, optimizer: Optimizer) -> None:
         """Say in the log which way segments will be stepped, if some may be stepped natively."""
@@ -103,7 +105,11 @@ class Stepper:
 
     def work_on(self, buckets: Iterable[Bucket]) -> list[Work]:
         """The work of a step that is made now."""
-        return [(bucket, active) for bucket in buckets if (active := self._active(bucket))]
+        try:
+            return [(bucket, active) for bucket in buckets if (active := self._active(bucket))]
+        except BaseException:
+            self._replicate_gradients()
+            raise
 
     def prefetcher(self, work: Sequence[Work], done: Container[Bucket] = ()) -> Prefetcher:
         """Reads ahead of a scan over `work`: records, and gradients that are evicted. See `Prefetcher`."""
@@ -146,6 +152,7 @@ class Stepper:
         assert fetched is not None
         self._step_bucket(optimizer, item[0], *fetched)
         self._copies.join()  # Whatever uses the parameters next, in this backward or after it, or after it failed.
+        self._replicate_gradients()
         with self._late:
             self._late = ExitStack()
             if self.parameters is not None:
@@ -182,6 +189,7 @@ class Stepper:
         self._present.close()
         self._late.close()
         self._copies.join()
+        self._replicate_gradients()
         self.drop_scratch()
         if self._slots is None and self._is_larger_than_pool():
             return_free_memory()
@@ -206,6 +214,7 @@ class Stepper:
             steps.callback(self._class_step.abandon)
             steps.callback(self._native.forget)
             steps.callback(self._forget_parameters)
+            steps.callback(self._replicate_gradients)
             steps.callback(self._following.close)
             steps.callback(self._late.close)
             steps.callback(self._present.close)
@@ -356,6 +365,7 @@ class Stepper:
         if gradient is None or _takes_any(segment):  # On disk it is in the layout of its parameter.
             return
         if (sharded := sharded_as(gradient, p)) is not gradient:
+            self._replicated.append((p, gradient, sharded))
             set_raw_gradient(p, gradient := sharded)
         gradient, local = local_gradient(p, gradient), segment.local
         if gradient.layout is torch.strided and (segment.whole or (gradient.is_contiguous() and local.is_contiguous())):
@@ -378,6 +388,13 @@ class Stepper:
                 "segments that would give other bits. Assign gradients in the parameter's layout: "
                 "torch.empty_like(p).copy_(gradient)"
             )
+
+    def _replicate_gradients(self) -> None:
+        """Leave replicated gradients to the user as plain PyTorch does: a norm of parts has other last bits."""
+        while self._replicated:
+            p, given, sharded = self._replicated.pop()
+            if raw_gradient(p) is sharded:
+                set_raw_gradient(p, given)
 
     # --- The step of a bucket --------------------------------------------------------------------------------------
 
