@@ -65,7 +65,9 @@ def dequantised(quantised_by: str, is_here: Callable[[], bool]) -> Iterator[list
             return plain(*args, **kwargs)
 
         def function(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return plain(*args[:first], codes, scales, *args[first + 2 :], **kwargs).detach()
+            # transformers before 5.2 says on which device the codes are.
+            more = (codes.device if isinstance(each, torch.device) else each for each in args[first + 2 :])
+            return plain(*args[:first], codes, scales, *more, **kwargs).detach()
 
         like = function(codes.like, scales.like)
         # A matrix has rows of blocks, or the same scales for all its rows; experts in one tensor have each their own.

@@ -57,6 +57,14 @@ def _not_compiled(function: _FunctionT) -> _FunctionT:
     return cast(_FunctionT, torch.compiler.disable(function))
 
 
+def _dtype_of_values(keys: torch.dtype, values: torch.dtype) -> torch.dtype:
+    """The dtype of the empty tensor to which transformers joins values: before 5.24 it was that of the keys."""
+    layer = DynamicLayer()
+    layer.lazy_initialization(*(torch.empty(0, dtype=dtype, device="meta") for dtype in (keys, values)))
+    assert layer.values is not None
+    return layer.values.dtype
+
+
 class _NoGraph(torch.autograd.Function):
     """Gives a tensor the `requires_grad` that it would have, and refuses a backward, which would miss the graph."""
 
@@ -83,8 +91,9 @@ class OnDrive(DynamicLayer):
         if isinstance(self, LinearAttentionLayer) and states:
             LinearAttentionLayer.lazy_initialization(self, **states)
             return
-        keys, _ = tokens
+        keys, values = tokens
         self.dtype, self.device = keys.dtype, keys.device
+        self._joined_to = keys.dtype, _dtype_of_values(keys.dtype, values.dtype)
         self._records.lock_for(keys.device)
         self.is_initialized = True
 
@@ -101,7 +110,7 @@ class OnDrive(DynamicLayer):
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             if not self._tokens.likes:
-                self._tokens.begin(tokens)
+                self._tokens.begin(tokens, self._joined_to)
             likes = self._tokens.likes
             keys, values = self._updated([t.detach().to(like.dtype) for t, like in zip(tokens, likes, strict=True)])
         if torch.is_grad_enabled() and any(each.requires_grad for each in tokens):
@@ -135,7 +144,7 @@ class OnDrive(DynamicLayer):
         if not self.is_initialized:
             return None
         if not self._tokens.likes:
-            return torch.tensor([], dtype=self.dtype, device=self.device)
+            return torch.tensor([], dtype=self._joined_to[number], device=self.device)
         with self._records.changing(), torch.no_grad():
             batch, heads, _, width = self._tokens.likes[number].shape
             count = self._tokens.count
@@ -157,7 +166,7 @@ class OnDrive(DynamicLayer):
         vars(copied).update(own)
         if self._tokens.likes:
             with self._records.changing(), records.changing():
-                tokens.begin(self._tokens.likes)
+                tokens.begin(self._tokens.likes, [like.dtype for like in self._tokens.likes])
                 tokens.append(self._assembled([like[:, :, :0] for like in self._tokens.likes]))
         return copied
 

@@ -38,10 +38,14 @@ class LayerTokens:
         self.likes: tuple[torch.Tensor, ...] = ()
         self.count = 0
 
-    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
-        """Take dtypes, devices and shapes from the first tokens."""
-        # A `DynamicLayer` joins all to empty tensors of the dtype of the keys, which promotes values to it.
-        dtypes = [torch.promote_types(tokens[0].dtype, each.dtype) for each in tokens]
+    def begin(self, tokens: Sequence[torch.Tensor], joined_to: Sequence[torch.dtype]) -> None:
+        """Take dtypes, devices and shapes from the first tokens.
+
+        Args:
+            tokens: as they are given to the layer.
+            joined_to: dtypes of the empty tensors that a `DynamicLayer` joins all tokens to, which promotes them.
+        """
+        dtypes = [torch.promote_types(dtype, each.dtype) for dtype, each in zip(joined_to, tokens, strict=True)]
         self.likes = tuple(
             each.new_empty(each[:, :, :0].shape, dtype=dtype) for each, dtype in zip(tokens, dtypes, strict=True)
         )

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from each_line import at_each_line
 from interrupts import interrupted_at
 from isolation import alone
+from pretrained import CACHE
 from sampling import places
 from transformers import (
     DynamicCache,
@@ -327,7 +328,7 @@ def made(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def generated(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(2)
     how = {"max_new_tokens": 12, "pad_token_id": 0, **how}
-    out = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **how)
+    out = model.generate(ids, **{CACHE: cache}, return_dict_in_generate=True, output_logits=True, **how)
     return out.sequences, *out.logits
 
 
@@ -380,7 +381,7 @@ def test_prompts_that_begin_alike_have_copies_of_one_cache(kind: str, config: Of
     with OffloadedCache(config) as ours, torch.no_grad():
         plain = DynamicCache(config=model.config)
         for cache in (ours, plain):
-            model(begin, past_key_values=cache)
+            model(begin, **{CACHE: cache})
         for _ in range(2):
             ids = torch.cat([begin, torch.randint(1, 64, (1, 9))], dim=1)
             with copy.deepcopy(ours) as copied:
@@ -438,9 +439,9 @@ def test_a_cache_that_nobody_has_leaves_no_file(config: OffloadConfig, nvme_path
 def test_a_backward_through_the_cache_is_refused(config: OffloadConfig) -> None:
     model = made("llama")
     ids = torch.randint(1, 64, (1, 30))
-    plain = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    plain = model(ids, **{CACHE: DynamicCache(config=model.config)}).logits
     with OffloadedCache(config) as cache:
-        ours = model(ids, past_key_values=cache).logits
+        ours = model(ids, **{CACHE: cache}).logits
         assert same(ours.detach(), plain.detach())
         with pytest.raises(SwapError, match="no graph"):
             ours.sum().backward()
@@ -481,7 +482,7 @@ def test_check_says_the_bytes_of_a_token(kind: str, config: OffloadConfig) -> No
     model = made(kind, torch.bfloat16)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.randint(1, 64, (2, 50)), past_key_values=cache)
+        model(torch.randint(1, 64, (2, 50)), **{CACHE: cache})
     growing = [layer for layer in cache.layers if not layer.is_sliding]
     report = swapper.check(model, config=config)
     assert report.cache_token_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in growing) // 100

@@ -15,7 +15,7 @@ from swapper.parameter import from_files
 
 transformers = pytest.importorskip("transformers")
 
-from pretrained import GENERATES, aligned, generated, inputs_for, save_any, save_tiny  # noqa: E402
+from pretrained import CACHE, GENERATES, aligned, generated, inputs_for, save_any, save_tiny  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -157,6 +157,6 @@ def test_keys_and_values_on_the_drive(way: str, nvme_path: Path, tmp_path: Path,
     tokens = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     with swapper.OffloadedCache(config_for(nvme_path, pool_bytes="96KiB")) as cache:
-        found = generated(model, inputs, past_key_values=cache, **WAYS[way])
+        found = generated(model, inputs, **{CACHE: cache}, **WAYS[way])
         assert cache.stats().bytes_written and cache.layers[0].keys.device == device
     assert found == generated(plain, inputs, **WAYS[way])

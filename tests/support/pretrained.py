@@ -15,6 +15,7 @@ from torch import nn
 from twins import bits, swapper_of
 
 __all__ = [
+    "CACHE",
     "GENERATES",
     "VOCABULARY",
     "aligned",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 VOCABULARY = 96
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""How a model is given its cache: before transformers 5.24 by the second name."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
