@@ -37,6 +37,7 @@ import ctypes
 import gc
 import hashlib
 import importlib.util
+import inspect
 import json
 import statistics
 import sys
@@ -55,7 +56,7 @@ from peak import Peak
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import swapper
 from swapper.bench.measure import drop_from_cache
@@ -66,6 +67,9 @@ from swapper.storage.buffers import BufferPool
 PROMPT_TOKENS = 16
 M_MMAP_THRESHOLD = -3
 """Of mallopt(3): what is longer is mapped, and unmapped when it is freed."""
+
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""How a model is given its cache: before transformers 5.24 by the second name."""
 
 TOUCHED_BYTES = 32 << 20
 """Of each module that only touches its weight; the pool has room for eight."""
@@ -206,11 +210,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def step(model: Any, ids: torch.Tensor, cache: Any, digest: Any, times_s: list[float]) -> tuple[torch.Tensor, Any]:
     """Make one token: the time of the forward is added to `times_s`, and the logits to `digest`."""
     start_s = time.perf_counter()
-    out = model(ids, past_key_values=cache, use_cache=True)
+    out = model(ids, **{CACHE: cache}, use_cache=True)
     times_s.append(time.perf_counter() - start_s)
     logits = out.logits[:, -1]
     digest.update(logits.contiguous().view(torch.uint8).numpy().data)
-    return logits.argmax(-1, keepdim=True), out.past_key_values
+    return logits.argmax(-1, keepdim=True), out[CACHE]
 
 
 def bytes_from_drives() -> int:

@@ -60,8 +60,8 @@ with Peak() as peak, torch.inference_mode():
     arrived(owner._cache)
     at_first, counted = io(), owner.metrics.bytes_read
     for _ in range(tokens):
-        out = model(ids, past_key_values=cache, use_cache=True)
-        cache, ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        out = model(ids, {cache}=cache, use_cache=True)
+        cache, ids = out["{cache}"], out.logits[:, -1].argmax(-1, keepdim=True)
         logits.append(out.logits[:, -1].float().tolist()[0])
         rounds.append(owner.metrics.bytes_read - counted)
         counted += rounds[-1]
@@ -79,6 +79,8 @@ print(json.dumps(dict(peak=peak.bytes - before_bytes, rounds=rounds, stored=stor
 def test_memory_and_bytes_of_a_generation_are_sums(layers: int, nvme_path: Path, tmp_path: Path) -> None:
     """Of 156 and of 309 MB: the peak is that of the pool, the cache, a layer, and 100 MB; and nothing is written."""
     transformers = pytest.importorskip("transformers")
+    from pretrained import CACHE
+
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -95,7 +97,7 @@ def test_memory_and_bytes_of_a_generation_are_sums(layers: int, nvme_path: Path,
     cache_bytes = 2 * 2 * layers * (PROMPT + TOKENS) * HIDDEN
     layer_bytes = 4 * PROMPT * (3 * INTERMEDIATE + 8 * HIDDEN + 2 * VOCAB)
     beyond_bytes = cache_bytes + layer_bytes + ALLOWANCE_BYTES
-    program = PROGRAM.format(benchmarks=str(BENCHMARK.parent))
+    program = PROGRAM.format(benchmarks=str(BENCHMARK.parent), cache=CACHE)
     numbers = map(str, (POOL_BYTES, beyond_bytes, TOKENS, PROMPT))
     command = [sys.executable, "-B", "-c", program, str(tmp_path), str(nvme_path), *numbers]
     ended = run_program(command, capture_output=True, text=True, cwd=ROOT)
@@ -117,8 +119,8 @@ def test_memory_and_bytes_of_a_generation_are_sums(layers: int, nvme_path: Path,
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for _ in range(TOKENS):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            cache, ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(ids, **{CACHE: cache}, use_cache=True)
+            cache, ids = out[CACHE], out.logits[:, -1].argmax(-1, keepdim=True)
             logits.append(out.logits[:, -1].float().tolist()[0])
         torch.set_num_threads(threads)
     assert result["logits"] == logits
