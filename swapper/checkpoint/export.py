@@ -19,12 +19,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from swapper.checkpoint.additions import rest_of
 from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
-from swapper.checkpoint.state_writer import rest_of
 from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors

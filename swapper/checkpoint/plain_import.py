@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.additions import rest_of
 from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride, rest_of
+from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
@@ -203,9 +204,13 @@ def _is_optimizer(value: object) -> bool:
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
-        and all(isinstance(entry, Mapping) for entry in value["state"].values())
         and isinstance(value.get("param_groups"), list)
         and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in value["param_groups"])
+        and all(
+            isinstance(value["state"].get(each, {}), Mapping)
+            for group in value["param_groups"]
+            for each in group["params"]
+        )
     )
 
 

@@ -263,6 +263,10 @@ def save_part(
             encoded = None
         names = names_of_parameters(model)
         writers = [save_state(each, number, names, new, mine.__contains__) for number, each in enumerate(optimizers)]
+        if rank:  # All have the same, and that of the first rank is used.
+            for number in range(len(optimizers)):
+                new.drop_values(f"optimizer-{number}.options.")
+                new.drop_values(f"optimizer-{number}.rest.")
         saved = Saved(
             rank=rank,
             files=new.files,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.additions import kind_of, state_dict_of, swapper_of
 from swapper.checkpoint.index import (
     SavedBucket,
     SavedHole,
@@ -22,12 +22,10 @@ from swapper.checkpoint.index import (
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum, join_checksums
-from swapper.optimizer.encodings import STEPS
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.probe import StateSpec
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment
 from swapper.optimizer.state_dicts import StateRecords
-from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import PLAIN_DTYPES
@@ -38,28 +36,14 @@ __all__ = [
     "StateWriter",
     "described_parameter",
     "digest_of_options",
-    "kind_of",
     "memory_stride",
     "names_of_parameters",
-    "rest_of",
     "save_state",
     "state_units",
     "sums_of_plain",
-    "swapper_of",
 ]
 
 _ROUNDED_NUMEL = 1 << 20
-
-
-def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
-    """The swapper of its state; None if that is in `optimizer.state`."""
-    swapper = getattr(optimizer, "swapper", None)
-    return swapper if swapper is not None and swapper.swaps_state else None
-
-
-def kind_of(optimizer: Optimizer) -> str:
-    """The name of its class, as an index has it."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def names_of_parameters(model: torch.nn.Module) -> dict[int, str]:
@@ -86,8 +70,8 @@ def save_state(
         described_parameter(names.get(id(p), ""), local_of(p).shape, memory_stride(local_of(p)), p.dtype)
         for p in parameters
     ]
-    kind, rest = kind_of(optimizer), _rest_of_optimizer(optimizer)
-    writer = StateWriter(new, number, kind, optimizer.param_groups, described, rest, writes)
+    found = state_dict_of(optimizer)
+    writer = StateWriter(new, number, kind_of(optimizer), found.groups, described, found.rest, writes)
     swapper = swapper_of(optimizer)
     if swapper is None:
         states = [_local_state(optimizer, p, names.get(id(p), "")) for p in parameters]
@@ -121,41 +105,16 @@ def _length_bytes(state: Mapping[str, Any]) -> int:
     return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def rest_of(state_dict: Mapping[str, Any], names: Container[Any]) -> dict[str, Any]:
-    """What an optimizer's `state_dict` has beside the options of groups and the state of the parameters `names`.
-
-    A class, or a hook, may add to it, and keep state that belongs to no parameter: that is "state" in what is returned.
-    """
-    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", STEPS)}
-    state = {name: value for name, value in state_dict.get("state", {}).items() if name not in names}
-    return {**rest, "state": state} if state else rest
-
-
-def _rest_of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    swapper, parameters = swapper_of(optimizer), list(parameters_of(optimizer))
-    with contextlib.ExitStack() as stack:
-        if swapper is not None:
-            stack.enter_context(swapper.flushed_records("save_checkpoint").withheld())
-        found = optimizer.state_dict()
-    numbers = range(len(parameters))
-    if swapper is None and any(
-        found["state"].get(number) and not optimizer.state.get(parameters[number]) for number in numbers
-    ):
-        raise SwapError(
-            f"{kind_of(optimizer)} has state of parameters in its state_dict() that is not in its attribute `state`, "
-            "from which checkpoints are written; give the optimizer that steps (the inner one, of one that wraps "
-            "another), or save its state_dict() by torch.save"
-        )
-    return rest_of(found, numbers)
-
-
 def digest_of_options(optimizer: Optimizer, number: int, new: NewCheckpoint) -> bytes:
     """Of its class, the options of its groups, how many parameters each has, and what it adds to its state dict."""
     prefix = f"optimizer-{number}.options."
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    found = state_dict_of(optimizer)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in found.groups]
     counts = [len(group["params"]) for group in optimizer.param_groups]
-    values = [kind_of(optimizer), counts, options, _rest_of_optimizer(optimizer)]
-    encoded = new.encode(values, f"optimizer {number}, options", prefix)
+    encoded = [
+        new.encode([kind_of(optimizer), counts, options], f"optimizer {number}, options", prefix),
+        new.encode(found.rest, f"optimizer {number}, state_dict", f"{prefix}rest."),
+    ]
     try:
         return new.summed(encoded, prefix)
     finally:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import json
 import math
 import os
 import re
@@ -153,7 +154,8 @@ class _Encoder(Walk):
         if kind is tuple:
             return {"$tuple": self.each("[{}]", self.value, value)}
         if kind in (set, frozenset):
-            return {f"${kind.__name__}": self.each("[element {}]", self.value, value)}
+            # In an order that is the same in each process: that of a set is by hashes, which are random.
+            return {f"${kind.__name__}": sorted(self.each("[element {}]", self.value, value), key=json.dumps)}
         if kind is deque:
             return {"$deque": {"items": self.each("[{}]", self.value, value), "maxlen": value.maxlen}}
         if kind is dict:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import mmap
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from swapper.tensors.sharded import Sharding, is_sharded, local_of, local_value,
 __all__ = [
     "SHOW_PROGRESS_BYTES",
     "Allocate",
+    "GivenState",
     "StateRecords",
     "allocate_in_memory",
     "as_plain_state",
@@ -49,6 +52,21 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """Makes a 1-D tensor on the CPU, of so many elements and that dtype, of undefined content."""
 
 
+@dataclass
+class GivenState:
+    """What `state_dict()` has given of the state of parameters, as it was then: a hook may change it.
+
+    Attributes:
+        of_one: it is to give that of the parameter with the fewest elements alone.
+        entries: by the number of the parameter.
+        ids: `id` of each dictionary of entries.
+    """
+
+    of_one: bool
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ids: set[int] = field(default_factory=set)
+
+
 class StateRecords:
     """The records of one optimizer's state, read and written as state dicts have it.
 
@@ -60,7 +78,7 @@ class StateRecords:
         self.bucket_records = bucket_records
         self.store = store
         self._noted_steps = 0
-        self._is_withheld = False
+        self._giving: tuple[int, GivenState] | None = None  # by the thread
 
     def gather(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> dict[int, dict[str, Any]]:
         """The state of `parameters`, by `id`, in the class's own format.
@@ -125,21 +143,26 @@ class StateRecords:
             checksums_to_host(segment for of in parameters for segment in of.segments)
 
     @contextlib.contextmanager
-    def withheld(self) -> Iterator[None]:
-        """Within it `state_dict()` has no state of parameters."""
-        self._is_withheld = True
+    def giving(self, given: GivenState) -> Iterator[None]:
+        """Within it `state_dict()`, called by this thread, notes in `given` what it has."""
+        self._giving = threading.get_ident(), given
         try:
             yield
         finally:
-            self._is_withheld = False
+            self._giving = None
 
     def put_into(self, state_dict: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Put the state of `parameters`, those of all groups in order, into `state_dict`. Errors as of `gather`."""
-        if self._is_withheld:
-            state_dict["state"] = {}
-            return
-        gathered = self.gather(parameters, self.allocator(parameters))
-        state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        given = self._giving[1] if self._giving is not None and self._giving[0] == threading.get_ident() else None
+        wanted = parameters
+        if given is not None and given.of_one:
+            with_state = [p for p in parameters if (of := self.plan.of(p)) is not None and of.has_state]
+            wanted = sorted(with_state, key=torch.Tensor.numel)[:1]
+        gathered = self.gather(wanted, self.allocator(wanted))
+        state_dict["state"] = found = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        if given is not None:
+            given.entries.update({i: dict(entries) for i, entries in found.items()})
+            given.ids.update(map(id, found.values()))
         if self.plan.rounds:
             state_dict[STEPS] = self.bucket_records.steps
 
@@ -466,7 +489,12 @@ def state_by_position(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> di
             "loaded"
         )
     # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
-    names = (name for group in groups for name in group["params"])
+    names = [name for group in groups for name in group["params"]]
+    if others := [name for name in state.keys() - set(names) if not isinstance(name, int)]:
+        raise ConfigError(
+            f"the state dict that is loaded has state that belongs to no parameter ({others[0]!r}), or names "
+            "parameters otherwise than its groups; that cannot be swapped"
+        )
     return {i: state[name] for i, name in enumerate(names) if name in state}
 
 

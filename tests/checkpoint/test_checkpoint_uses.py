@@ -373,6 +373,112 @@ def test_it_is_exported_and_imported(kind: Any, tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "saved", "dcp", tmp_path / "dcp")
 
 
+def hooked(path: Path | None, hook: Any, given: list[Any] | None = None) -> Training:
+    """Two steps of AdamW with a hook on its state dict, and one that notes in `given` what is loaded."""
+    training = trained_by(torch.optim.AdamW, path, 2)
+    training.optimizer.register_state_dict_post_hook(hook)
+    if given is not None:
+        training.optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(dict(state)))
+    return training
+
+
+def of_state(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+    norms = [float(entry["exp_avg"].norm()) for entry in found["state"].values()]
+    return {**found, "norms": norms, "steps": float(found["state"][3]["step"])}
+
+
+def groups_too(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "param_groups": [{**group, "mine": 7} for group in found["param_groups"]]}
+
+
+def in_place(_: Any, found: dict[str, Any]) -> None:
+    found["names"] = {"alpha", "beta", "gamma", "delta"}
+
+
+@pytest.mark.parametrize("hook", [of_state, groups_too, in_place])
+@pytest.mark.parametrize("where", [None, "nvme"])
+def test_hooks_see_the_state_and_what_they_add_is_loaded(hook: Any, where: Any, tmp_path: Path) -> None:
+    given: list[Any] = []
+    training = hooked(tmp_path if where else None, hook, given)
+    plain = hooked(None, hook).optimizer.state_dict()
+    swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    swapper.load_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    (loaded,) = given
+    plain.pop("state"), loaded.pop("state")
+    assert loaded == plain
+
+
+@pytest.mark.parametrize("where", [None, "nvme"])
+def test_a_hook_that_names_state_has_it_saved_once(where: Any, tmp_path: Path) -> None:
+    def named(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "state": {f"p{number}": entry for number, entry in found["state"].items()}}
+
+    training = hooked(tmp_path if where else None, named)
+    swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    export_checkpoint(tmp_path / "saved", "torch", tmp_path / "out.pt")
+    assert [*torch.load(tmp_path / "out.pt")["optimizer"]["state"]] == [*range(6)]
+    if where:
+        with pytest.raises(ConfigError, match=r"belongs to no parameter .'p"):
+            training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("where", [None, "nvme"])
+def test_what_a_checkpoint_cannot_have_of_a_state_dict_is_refused(where: Any, tmp_path: Path) -> None:
+    def fails(_: Any, found: dict[str, Any]) -> None:
+        raise ValueError("the user's")
+
+    def entries_too(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "state": {number: {**entry, "mine": 1} for number, entry in found["state"].items()}}
+
+    for hook, message in (
+        (fails, r"failed: ValueError..the user's"),
+        (entries_too, "adds 'mine' to the state of parameter"),
+        (lambda *_: [], "is no dictionary"),
+        (lambda _, found: {**found, "mine": object()}, r"state_dict\['mine'\] is of type object"),
+    ):
+        training = hooked(tmp_path if where else None, hook)
+        with pytest.raises(SwapError, match=message):
+            swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+        assert not (tmp_path / "saved").exists()
+        training.steps(1)
+
+
+def test_a_state_dict_of_another_kind_is_saved_and_loaded(tmp_path: Path) -> None:
+    class Nests(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            return {"optimizer": super().state_dict(), "version": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict["optimizer"])
+
+    first, second = trained_by(Nests, None, 3), trained_by(Nests, None, 1)
+    swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    swapper.load_checkpoint(tmp_path / "saved", second.model, second.optimizer)
+    second.turn = first.turn
+    assert whole_state(second.steps(2)) == whole_state(first.steps(2))
+
+
+@pytest.mark.parametrize("where", [None, "nvme"])
+def test_state_of_a_parameter_that_is_in_no_group_any_more(where: Any, tmp_path: Path) -> None:
+    training = trained_by(torch.optim.AdamW, tmp_path if where else None, 2)
+    del training.optimizer.param_groups[0]["params"][-1]
+    training.steps(1)
+    swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    swapper.load_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+
+
+def test_tensors_of_no_parameter_are_exported_and_imported(tmp_path: Path) -> None:
+    training, other = trained_by(torch.optim.AdamW, None, 2), trained_by(torch.optim.AdamW, None, 1)
+    training.optimizer.state["k"] = torch.tensor([3])
+    swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    export_checkpoint(tmp_path / "saved", "torch", tmp_path / "out.pt")
+    import_checkpoint(tmp_path / "out.pt", tmp_path / "again", optimizer="torch.optim.AdamW")
+    for path in ("saved", "again"):
+        swapper.load_checkpoint(tmp_path / path, other.model, other.optimizer)
+        assert bits(other.optimizer.state_dict()) == bits(training.optimizer.state_dict())
+        other.steps(1)
+
+
 def test_state_that_is_not_where_torch_has_it(tmp_path: Path) -> None:
     class Around(torch.optim.AdamW):
         def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""What an optimizer's class, or a hook, adds to its `state_dict()`: saved beside the state of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from swapper.errors import SwapError, SwapIOError
+from swapper.optimizer.encodings import STEPS
+from swapper.optimizer.plan import parameters_of
+from swapper.optimizer.state_dicts import GivenState, is_shared
+from swapper.optimizer.swapper import OptimizerSwapper
+
+__all__ = ["StateDict", "kind_of", "rest_of", "state_dict_of", "swapper_of"]
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """All of an optimizer's state dict but the state of parameters.
+
+    Attributes:
+        groups: with the options of each.
+        rest: see `rest_of`.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    rest: dict[str, Any]
+
+
+def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
+    """The swapper of its state; None if that is in `optimizer.state`."""
+    swapper = getattr(optimizer, "swapper", None)
+    return swapper if swapper is not None and swapper.swaps_state else None
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of its class, as an index has it."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def rest_of(state_dict: Mapping[str, Any], names: Container[Any], given: Container[int] = ()) -> dict[str, Any]:
+    """What `state_dict` has beside the options of groups and the state of the parameters `names`.
+
+    State that belongs to no parameter is "state" in what is returned.
+
+    Args:
+        given: `id` of what is the state of parameters by whatever name: a hook may give others.
+    """
+    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", STEPS)}
+    state = state_dict.get("state", {}).items()
+    named = {name: value for name, value in state if name not in names and id(value) not in given}
+    return {**rest, "state": named} if named else rest
+
+
+def state_dict_of(optimizer: Optimizer) -> StateDict:
+    """Of an optimizer with torch's own `state_dict`, and without hooks, nothing is called.
+
+    Else that is asked for. Of one that is swapped it may take as long as all its state takes to read and to write;
+    where what it adds is not known to be nothing by the state of one parameter.
+
+    Raises:
+        SwapError: it is none that a checkpoint can have; or it failed.
+        SwapIOError: the drive failed.
+    """
+    swapper = swapper_of(optimizer)
+    if not _is_own(optimizer, swapper is not None):
+        state = {} if swapper is not None else optimizer.state
+        named = {name: value for name, value in state.items() if not isinstance(name, torch.Tensor)}
+        return StateDict(optimizer.param_groups, {"state": named} if named else {})
+    if swapper is None:
+        entries = {i: optimizer.state.get(p) or {} for i, p in enumerate(parameters_of(optimizer))}
+        return _split(optimizer, None, GivenState(False, entries, set(map(id, entries.values()))))
+    if not is_shared(optimizer):  # Where ranks may find different things, all go on in one way.
+        try:
+            found = _split(optimizer, swapper, GivenState(True))
+        except Exception:  # What it asks for is not there, perhaps.
+            found = None
+        if found is not None and not found.rest and _options(found.groups) == _options(optimizer.param_groups):
+            return found
+    return _split(optimizer, swapper, GivenState(False))
+
+
+def _is_own(optimizer: Optimizer, swapped: bool) -> bool:
+    hooks = len(optimizer._optimizer_state_dict_pre_hooks) + len(optimizer._optimizer_state_dict_post_hooks)
+    is_class_own = type(optimizer).state_dict is not Optimizer.state_dict
+    return is_class_own or "state_dict" in vars(optimizer) or hooks > int(swapped)  # One is the swapper's.
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[set[str]]:
+    return [set(group) for group in groups]
+
+
+def _split(optimizer: Optimizer, swapper: OptimizerSwapper | None, given: GivenState) -> StateDict:
+    kind = kind_of(optimizer)
+    try:
+        notes = nullcontext() if swapper is None else swapper.flushed_records("save_checkpoint").giving(given)
+        with notes:
+            found: Any = optimizer.state_dict()
+    except (SwapError, SwapIOError):
+        raise
+    except Exception as error:
+        raise SwapError(
+            f"state_dict() of the optimizer ({kind}), which has what belongs into a checkpoint too, failed: {error!r}"
+        ) from error
+    if not isinstance(found, Mapping) or not isinstance(found.get("state", {}), Mapping):
+        raise SwapError(
+            f"state_dict() of the optimizer ({kind}) is no dictionary with a dictionary of state, and cannot be saved; "
+            "save it by torch.save"
+        )
+    state, count = found.get("state", {}), sum(len(group["params"]) for group in optimizer.param_groups)
+    for number, entry in state.items():
+        if isinstance(number, int) and 0 <= number < count and entry:
+            if not given.entries.get(number):
+                raise SwapError(
+                    f"{kind} has state of parameters in its state_dict() that is not in its attribute `state`, from "
+                    "which checkpoints are written; give the optimizer that steps (the inner one, of one that wraps "
+                    "another), or save its state_dict() by torch.save"
+                )
+            _check_entry(kind, number, entry, given.entries[number])
+    groups: Any = found.get("param_groups")
+    if not _are_alike(groups, optimizer.param_groups):
+        groups = optimizer.param_groups
+    return StateDict(groups, rest_of(found, range(count), given.ids))
+
+
+def _check_entry(kind: str, number: int, entry: Any, given: Mapping[Any, Any]) -> None:
+    """Refuse what is added to the state of a parameter. What has the tensors of that in another way is not."""
+    tensors = {id(each) for each in tree_leaves(dict(given))}
+    for key in entry.keys() - given.keys() if isinstance(entry, Mapping) else ():
+        if not all(isinstance(each, torch.Tensor) and id(each) in tensors for each in tree_leaves(entry[key])):
+            raise SwapError(
+                f"state_dict() of the optimizer ({kind}) adds {key!r} to the state of parameter {number}, where a "
+                'checkpoint has what is in optimizer.state; add it beside "state" and "param_groups"'
+            )
+
+
+def _are_alike(groups: object, those: Sequence[Mapping[str, Any]]) -> bool:
+    """True if both are groups with as many parameters."""
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+        and [len(group["params"]) for group in groups] == [len(group["params"]) for group in those]
+    )
