@@ -87,9 +87,10 @@ def state_dict_of(optimizer: Optimizer) -> StateDict:
 
 
 def _is_own(optimizer: Optimizer, swapped: bool) -> bool:
+    if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer):
+        return True  # Such a class need not have called torch's `__init__`, which makes what has the hooks.
     hooks = len(optimizer._optimizer_state_dict_pre_hooks) + len(optimizer._optimizer_state_dict_post_hooks)
-    is_class_own = type(optimizer).state_dict is not Optimizer.state_dict
-    return is_class_own or "state_dict" in vars(optimizer) or hooks > int(swapped)  # One is the swapper's.
+    return hooks > int(swapped)  # One is the swapper's.
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> list[set[str]]:

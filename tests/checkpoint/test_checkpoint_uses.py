@@ -444,14 +444,27 @@ def test_what_a_checkpoint_cannot_have_of_a_state_dict_is_refused(where: Any, tm
 
 
 def test_a_state_dict_of_another_kind_is_saved_and_loaded(tmp_path: Path) -> None:
-    class Nests(torch.optim.AdamW):
+    class Around(torch.optim.Optimizer):
+        """Without torch's `__init__`."""
+
+        def __init__(self, parameters: Any, **options: Any) -> None:
+            self.inner = torch.optim.AdamW(parameters, **options)
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
         def state_dict(self) -> dict[str, Any]:
-            return {"optimizer": super().state_dict(), "version": 1}
+            return {"inner": self.inner.state_dict(), "version": 1}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict["optimizer"])
+            self.inner.load_state_dict(state_dict["inner"])
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    first, second = trained_by(Nests, None, 3), trained_by(Nests, None, 1)
+    first, second = trained_by(Around, None, 3), trained_by(Around, None, 1)
     swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
     swapper.load_checkpoint(tmp_path / "saved", second.model, second.optimizer)
     second.turn = first.turn
