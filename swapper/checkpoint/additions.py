@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.optimizer.encodings import STEPS
@@ -131,14 +130,12 @@ def _split(optimizer: Optimizer, swapper: OptimizerSwapper | None, given: GivenS
 
 
 def _check_entry(kind: str, number: int, entry: Any, given: Mapping[Any, Any]) -> None:
-    """Refuse what is added to the state of a parameter. What has the tensors of that in another way is not."""
-    tensors = {id(each) for each in tree_leaves(dict(given))}
-    for key in entry.keys() - given.keys() if isinstance(entry, Mapping) else ():
-        if not all(isinstance(each, torch.Tensor) and id(each) in tensors for each in tree_leaves(entry[key])):
-            raise SwapError(
-                f"state_dict() of the optimizer ({kind}) adds {key!r} to the state of parameter {number}, where a "
-                'checkpoint has what is in optimizer.state; add it beside "state" and "param_groups"'
-            )
+    """Refuse what is added to the state of a parameter. What a class makes of all of it, in another form, is not."""
+    if isinstance(entry, Mapping) and (added := entry.keys() - given.keys()) and not given.keys() - entry.keys():
+        raise SwapError(
+            f"state_dict() of the optimizer ({kind}) adds {next(iter(added))!r} to the state of parameter {number}, "
+            'where a checkpoint has what is in optimizer.state; add it beside "state" and "param_groups"'
+        )
 
 
 def _are_alike(groups: object, those: Sequence[Mapping[str, Any]]) -> bool:

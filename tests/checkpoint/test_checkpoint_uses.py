@@ -423,6 +423,24 @@ def test_a_hook_that_names_state_has_it_saved_once(where: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("where", [None, "nvme"])
+def test_state_in_another_form_is_saved_as_it_is(where: Any, tmp_path: Path) -> None:
+    """As bitsandbytes wraps what is quantised, and others dequantise it."""
+
+    def converted(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            number: {key.replace("exp", "e"): value for key, value in entry.items()}
+            for number, entry in found["state"].items()
+        }
+        return {**found, "state": state}
+
+    training = hooked(tmp_path if where else None, converted)
+    swapper.save_checkpoint(tmp_path / "saved", training.model, training.optimizer)
+    plain = trained_by(torch.optim.AdamW, None, 1)
+    swapper.load_checkpoint(tmp_path / "saved", plain.model, plain.optimizer)
+    assert whole_state(plain) == whole_state(trained_by(torch.optim.AdamW, None, 2))
+
+
+@pytest.mark.parametrize("where", [None, "nvme"])
 def test_what_a_checkpoint_cannot_have_of_a_state_dict_is_refused(where: Any, tmp_path: Path) -> None:
     def fails(_: Any, found: dict[str, Any]) -> None:
         raise ValueError("the user's")
