@@ -4,43 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.state_writer import StateDict, kind_of, swapper_of
 from swapper.errors import SwapError, SwapIOError
 from swapper.optimizer.encodings import STEPS
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.state_dicts import GivenState, is_shared
 from swapper.optimizer.swapper import OptimizerSwapper
 
-__all__ = ["StateDict", "kind_of", "rest_of", "state_dict_of", "swapper_of"]
-
-
-@dataclass(frozen=True)
-class StateDict:
-    """All of an optimizer's state dict but the state of parameters.
-
-    Attributes:
-        groups: with the options of each.
-        rest: see `rest_of`.
-    """
-
-    groups: Sequence[Mapping[str, Any]]
-    rest: dict[str, Any]
-
-
-def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
-    """The swapper of its state; None if that is in `optimizer.state`."""
-    swapper = getattr(optimizer, "swapper", None)
-    return swapper if swapper is not None and swapper.swaps_state else None
-
-
-def kind_of(optimizer: Optimizer) -> str:
-    """The name of its class, as an index has it."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+__all__ = ["rest_of", "state_dict_of"]
 
 
 def rest_of(state_dict: Mapping[str, Any], names: Container[Any], given: Container[int] = ()) -> dict[str, Any]:
@@ -58,10 +34,10 @@ def rest_of(state_dict: Mapping[str, Any], names: Container[Any], given: Contain
 
 
 def state_dict_of(optimizer: Optimizer) -> StateDict:
-    """Of an optimizer with torch's own `state_dict`, and without hooks, nothing is called.
+    """All of an optimizer's state dict but the state of parameters.
 
-    Else that is asked for. Of one that is swapped it may take as long as all its state takes to read and to write;
-    where what it adds is not known to be nothing by the state of one parameter.
+    `state_dict()` is called where a class, or a hook, may add to it. Swapped state is copied to the drive for that, of
+    one parameter first, and of all where something is added, or the model is sharded.
 
     Raises:
         SwapError: it is none that a checkpoint can have; or it failed.
@@ -80,7 +56,7 @@ def state_dict_of(optimizer: Optimizer) -> StateDict:
             found = _split(optimizer, swapper, GivenState(True))
         except Exception:  # What it asks for is not there, perhaps.
             found = None
-        if found is not None and not found.rest and _options(found.groups) == _options(optimizer.param_groups):
+        if found is not None and not found.rest and _have_same_options(found.groups, optimizer.param_groups):
             return found
     return _split(optimizer, swapper, GivenState(False))
 
@@ -92,8 +68,11 @@ def _is_own(optimizer: Optimizer, swapped: bool) -> bool:
     return hooks > int(swapped)  # One is the swapper's.
 
 
-def _options(groups: Sequence[Mapping[str, Any]]) -> list[set[str]]:
-    return [set(group) for group in groups]
+def _have_same_options(groups: Sequence[Mapping[str, Any]], those: Sequence[Mapping[str, Any]]) -> bool:
+    return all(
+        group.keys() == other.keys() and all(group[key] is other[key] for key in group if key != "params")
+        for group, other in zip(groups, those, strict=True)
+    )
 
 
 def _split(optimizer: Optimizer, swapper: OptimizerSwapper | None, given: GivenState) -> StateDict:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.additions import state_dict_of
 from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, set_aside
 from swapper.checkpoint.index import Index, glance, made_by
@@ -258,7 +259,7 @@ def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: o
     names = names_of_parameters(model)
     training = _next_of(model, new.directory)
     _say_what_is_not_saved(optimizers, names)
-    saved = [save_state(each, number, names, new) for number, each in enumerate(optimizers)]
+    saved = [save_state(each, number, names, state_dict_of(each), new) for number, each in enumerate(optimizers)]
     index = Index(
         **made_by(),
         run=training.run,

@@ -21,7 +21,7 @@ from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride
+from swapper.checkpoint.state_writer import StateDict, StateWriter, described_parameter, memory_stride
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
@@ -396,7 +396,7 @@ def _optimizer(
         for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    writer = StateWriter(new, number, kind, groups, described, rest_of(state, keys))
+    writer = StateWriter(new, number, kind, StateDict(groups, rest_of(state, keys)), described)
     writer.save_memory(entries, rounded_to)
     writer.saved.encoded_steps = steps_in(state)
     return writer.saved, writer.step

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.additions import state_dict_of
 from swapper.checkpoint.annexes import OldAnnex, Outcome, annexes_of, host, remove_annexes, report_left
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.doubles import drop_doubles
@@ -238,6 +239,7 @@ def save_part(
     rank = rank_of_process()
     with agreed():
         encoded = new.encode(extra, "extra", "extra.")
+        state_dicts = [state_dict_of(each) for each in optimizers]
         shards = ShardedModel(model, new)
         units = [unit for number, each in enumerate(optimizers) for unit in state_units(each, number)]
         offer = _Offer(
@@ -246,7 +248,7 @@ def save_part(
             sums=shards.sums,
             extra=new.summed(encoded, "extra."),
             place="" if new.annex is None else host(),
-            options=[digest_of_options(each, number, new) for number, each in enumerate(optimizers)],
+            options=[digest_of_options(each, i, state_dicts[i], new) for i, each in enumerate(optimizers)],
             plain=[sums_of_plain(each) for each in optimizers],
         )
     offers = exchanged(offer)
@@ -262,7 +264,10 @@ def save_part(
             new.drop_values("extra.")
             encoded = None
         names = names_of_parameters(model)
-        writers = [save_state(each, number, names, new, mine.__contains__) for number, each in enumerate(optimizers)]
+        writers = [
+            save_state(each, number, names, state_dicts[number], new, mine.__contains__)
+            for number, each in enumerate(optimizers)
+        ]
         if rank:  # All have the same, and that of the first rank is used.
             for number in range(len(optimizers)):
                 new.drop_values(f"optimizer-{number}.options.")

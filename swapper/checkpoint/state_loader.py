@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.additions import kind_of, swapper_of
 from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.index import SavedHole, SavedOptimizer, SavedParameter, SavedSegment, SavedWhole
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.state_reader import check_groups
-from swapper.checkpoint.state_writer import described_parameter, memory_stride, names_of_parameters
+from swapper.checkpoint.state_writer import described_parameter, kind_of, memory_stride, names_of_parameters, swapper_of
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
 from swapper.io.checksums import checksum

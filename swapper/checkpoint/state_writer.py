@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.additions import kind_of, state_dict_of, swapper_of
 from swapper.checkpoint.index import (
     SavedBucket,
     SavedHole,
@@ -26,6 +26,7 @@ from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.probe import StateSpec
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment
 from swapper.optimizer.state_dicts import StateRecords
+from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import PLAIN_DTYPES
@@ -33,17 +34,48 @@ from swapper.tensors.sharded import Box, Sharding, box_of, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = [
+    "StateDict",
     "StateWriter",
     "described_parameter",
     "digest_of_options",
+    "kind_of",
     "memory_stride",
     "names_of_parameters",
     "save_state",
     "state_units",
     "sums_of_plain",
+    "swapper_of",
 ]
 
 _ROUNDED_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """All of an optimizer's state dict but the state of parameters.
+
+    Attributes:
+        groups: with the options of each.
+        rest: what a class, or a hook, adds; state that belongs to no parameter is "state" in it.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    rest: dict[str, Any]
+
+    def options(self) -> list[dict[str, Any]]:
+        """Those of each group."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
+
+
+def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
+    """The swapper of its state; None if that is in `optimizer.state`."""
+    swapper = getattr(optimizer, "swapper", None)
+    return swapper if swapper is not None and swapper.swaps_state else None
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of its class, as an index has it."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def names_of_parameters(model: torch.nn.Module) -> dict[int, str]:
@@ -55,6 +87,7 @@ def save_state(
     optimizer: Optimizer,
     number: int,
     names: Mapping[int, str],
+    state_dict: StateDict,
     new: NewCheckpoint,
     writes: Callable[[str], bool] = lambda _: True,
 ) -> StateWriter:
@@ -63,6 +96,7 @@ def save_state(
     Args:
         number: of the optimizer in the checkpoint.
         names: of the model's parameters, by `id`.
+        state_dict: all but the state: see `additions`.
         writes: True of those of `state_units` that are written here.
     """
     parameters = list(parameters_of(optimizer))
@@ -70,8 +104,7 @@ def save_state(
         described_parameter(names.get(id(p), ""), local_of(p).shape, memory_stride(local_of(p)), p.dtype)
         for p in parameters
     ]
-    found = state_dict_of(optimizer)
-    writer = StateWriter(new, number, kind_of(optimizer), found.groups, described, found.rest, writes)
+    writer = StateWriter(new, number, kind_of(optimizer), state_dict, described, writes)
     swapper = swapper_of(optimizer)
     if swapper is None:
         states = [_local_state(optimizer, p, names.get(id(p), "")) for p in parameters]
@@ -105,15 +138,14 @@ def _length_bytes(state: Mapping[str, Any]) -> int:
     return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def digest_of_options(optimizer: Optimizer, number: int, new: NewCheckpoint) -> bytes:
+def digest_of_options(optimizer: Optimizer, number: int, state_dict: StateDict, new: NewCheckpoint) -> bytes:
     """Of its class, the options of its groups, how many parameters each has, and what it adds to its state dict."""
     prefix = f"optimizer-{number}.options."
-    found = state_dict_of(optimizer)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in found.groups]
+    options = state_dict.options()
     counts = [len(group["params"]) for group in optimizer.param_groups]
     encoded = [
         new.encode([kind_of(optimizer), counts, options], f"optimizer {number}, options", prefix),
-        new.encode(found.rest, f"optimizer {number}, state_dict", f"{prefix}rest."),
+        new.encode(state_dict.rest, f"optimizer {number}, state_dict", f"{prefix}rest."),
     ]
     try:
         return new.summed(encoded, prefix)
@@ -205,9 +237,8 @@ class StateWriter:
     Args:
         number: of the optimizer in the checkpoint.
         kind: its class, as `kind_of` names it.
-        groups: as in a state dict, but for their parameters, which are counted in the order of the groups.
+        state_dict: all but the state. Parameters are counted in the order of the groups.
         described: the parameters, in order; of DTensors, their local tensors.
-        rest: see `rest_of`.
         writes: see `save_state`.
 
     Attributes:
@@ -221,27 +252,24 @@ class StateWriter:
         new: NewCheckpoint,
         number: int,
         kind: str,
-        groups: Sequence[Mapping[str, Any]],
+        state_dict: StateDict,
         described: list[SavedParameter],
-        rest: Mapping[str, Any],
         writes: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._new = new
         self._writes = writes
         self.split: list[set[str]] = [set() for _ in described]
         self._number = number
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        options, rest = state_dict.options(), state_dict.rest
         slots = iter(range(len(described)))
         self.saved = SavedOptimizer(
             kind=kind,
             encoding="exact",
             options=new.encode(options, f"optimizer {number}, options", f"optimizer-{number}.options."),
-            groups=[[next(slots) for _ in group["params"]] for group in groups],
+            groups=[[next(slots) for _ in group["params"]] for group in state_dict.groups],
             parameters=described,
             buckets=[],
-            rest=new.encode(dict(rest), f"optimizer {number}, state_dict", f"optimizer-{number}.rest.")
-            if rest
-            else None,
+            rest=new.encode(rest, f"optimizer {number}, state_dict", f"optimizer-{number}.rest.") if rest else None,
         )
         self.step: int | None = None
 
