@@ -24,9 +24,6 @@ from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError
 from swapper.storage.store import TensorStore
 
-USERS = {"users": torch.ones(3), "names": {"alpha", "beta", "gamma", "delta", "epsilon"}}
-"""What a hook adds to a state dict. Each process has another order of the names."""
-
 PLACES = ("nothing", "state", "all")
 """What of a training is on the drive."""
 
@@ -108,7 +105,9 @@ def save_and_load(rank: int, directory: str, nvme: str) -> None:
         for seed in range(2):
             step(used, optimizers, rank, seed)
         path = f"{directory}/{place}"
-        optimizers[1].register_state_dict_post_hook(lambda _, found: {**found, **USERS})
+        optimizers[1].register_state_dict_post_hook(
+            lambda _, found: {**found, "users": torch.ones(3), "set": set([8, 0] if rank else [0, 8])}  # in that order
+        )
         optimizers[1].register_load_state_dict_pre_hook(lambda _, given: users.append(given["users"].tolist()))
         swapper.save_checkpoint(path, used, optimizers, {"rank": rank}, together=True).wait()
         saved = everything(net, optimizers)
