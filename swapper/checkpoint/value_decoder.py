@@ -121,6 +121,7 @@ class Decoder(Walk):
         super().__init__(what)
         self._tensors = tensors
         self._given: set[str] = set()
+        self._objects: dict[int, Any] = {}  # that are in several locations, by number
 
     def value(self, data: Any) -> Any:
         """Decode one value."""
@@ -205,6 +206,17 @@ class Decoder(Walk):
         values = self._list(items)
         self._require(maxlen is None or (type(maxlen) is int and len(values) <= maxlen <= sys.maxsize), data)
         return deque(values, maxlen)
+
+    def _shared(self, data: Any) -> Any:
+        number, value = self._fields(data, "number value")
+        found = self.value(value)
+        self._require(type(number) is int and number not in self._objects, data)
+        self._objects[number] = found
+        return found
+
+    def _same(self, data: Any) -> Any:
+        self._require(type(data) is int and data in self._objects, data)
+        return self._objects[data]
 
     def _int(self, data: Any) -> int:
         self._require(type(data) is str and bool(re.fullmatch("-?0x[0-9a-f]+", data)), data)
@@ -344,6 +356,8 @@ class Decoder(Walk):
         "$state_dict": _state_dict,
         "$defaultdict": _defaultdict,
         "$deque": _deque,
+        "$shared": _shared,
+        "$same": _same,
         "$enum": _member,
         "$int": _int,
         "$float": _float,

@@ -21,6 +21,7 @@ and says what it is:
 | `{"$tensor": {"name": "0", "dtype": "float32", "shape": [2]}}` | and `stride` where it is not contiguous |
 | `{"$ndarray": {"name": "1", "dtype": "<f8", "shape": [2], "order": "C"}}` | or `"F"` |
 | `{"$scalar": {"dtype": "<f8", "value": 0.5}}` | of numpy |
+| `{"$shared": {"number": 0, "value": [1, 2]}}`, then `{"$same": 0}` | one object in several locations that can change |
 
 Tensors are stored under the names given there, in the order of their indices, as the safetensors format has them:
 complex ones as pairs of reals in a last dimension, elements that the format does not know as bytes in one dimension.
@@ -39,7 +40,7 @@ import struct
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -77,8 +78,9 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
     saved as its values, wherever they are. Keys and elements of sets may be whatever of these is hashable. Of a member
     of an enum the names are saved: its class must be found by them in its module, when it is loaded, too.
 
-    What is not kept: the device, `requires_grad` and attributes of a tensor (its strides become those of `clone()`:
-    its own if it is dense), and that two locations have one object. A tensor that is there twice is stored once.
+    A container, array or tensor that is in two locations is one object afterwards, too. What is not kept: the device,
+    `requires_grad` and attributes of a tensor (its strides become those of `clone()`: its own if it is dense), and that
+    it shares memory with another. Of memory that is there twice one tensor is stored.
 
     Write the result with `json.dumps(result, allow_nan=False)` and without `sort_keys`: the order counts.
 
@@ -95,6 +97,9 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
     """
     encoder = _Encoder(what, tensors, prefix)
     data = encoder.whole(value)
+    if encoder.again:  # Where each is for the first time is to be said.
+        encoder = _Encoder(what, tensors, prefix, encoder.again)
+        data = encoder.whole(value)
     tensors.update(encoder.stored)
     return data
 
@@ -102,13 +107,22 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
 class _Encoder(Walk):
     """One call of `encode`.
 
+    Args:
+        shared: ids of objects that were found in several locations.
+
     Attributes:
         stored: what is to be put into the caller's dictionary.
+        again: ids of objects that are in several locations.
     """
 
-    def __init__(self, what: str, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self, what: str, tensors: Mapping[str, torch.Tensor], prefix: str, shared: Container[int] = ()
+    ) -> None:
         super().__init__(what)
         self.stored: dict[str, torch.Tensor] = {}
+        self.again: set[int] = set()
+        self._shared = shared
+        self._seen: dict[int, tuple[int, object]] = {}  # By id: numbers, and the objects, so that they stay
         self._others = tensors
         self._prefix = prefix
         self._number = 0
@@ -119,6 +133,23 @@ class _Encoder(Walk):
         kind = type(value)
         if kind in _LEAVES:
             return _LEAVES[kind](value)
+        can_change = kind in _CONTAINERS or isinstance(value, torch.Tensor) or hasattr(kind, "__array_interface__")
+        if kind in (tuple, frozenset) or not can_change or self._is_hashed():
+            return self._one(value)
+        if id(value) in self._seen and id(value) not in self._open:
+            self.again.add(id(value))
+            return {"$same": self._seen[id(value)][0]}
+        number = len(self._seen)
+        self._seen[id(value)] = number, value
+        data = self._one(value)
+        return {"$shared": {"number": number, "value": data}} if id(value) in self._shared else data
+
+    def _is_hashed(self) -> bool:
+        """True in keys and sets, which have an order of their own."""
+        return any(template in ("[key {}]", "[element {}]") for template, _ in self.path)
+
+    def _one(self, value: Any) -> Any:
+        kind = type(value)
         if kind in _CONTAINERS:
             return self._container(value)
         if isinstance(value, enum.Enum):

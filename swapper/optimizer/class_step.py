@@ -20,9 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from swapper.errors import ConfigError
 from swapper.optimizer.aliases import refuse_new_aliases
 from swapper.optimizer.operands import Operand
+from swapper.optimizer.own_numbers import own_copy
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.optimizer.step_function import class_step, refuse_overrides
+from swapper.optimizer.twin import equal, package_of
 from swapper.tensors.evicted_gradients import note_kept_gradient, raw_gradient
 from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
@@ -137,7 +139,9 @@ class ClassStep:
         before, given = dict(vars(optimizer)), dict(state)
         shown: dict[str, Any] = {}  # copies of what the class may change in place
         try:
-            shown = {k: _copied(value) for k, value in before.items() if k not in self._former and _is_mutable(value)}
+            package = package_of(optimizer)
+            own = {key: value for key, value in before.items() if key not in self._former and _is_mutable(value)}
+            shown = {key: own_copy(value, package) for key, value in own.items()}
             vars(optimizer).update(shown)
             # Not forked: other threads may draw from it now. `recorder` has none drawn.
             drawn = torch.get_rng_state()
@@ -153,7 +157,7 @@ class ClassStep:
         finally:
             attributes = vars(optimizer)
             is_changed = attributes.keys() != before.keys() or any(
-                attributes[key] is not shown.get(key, value) or (key in shown and not _is_alike(value, shown[key]))
+                attributes[key] is not shown.get(key, value) or (key in shown and not equal(value, shown[key]))
                 for key, value in before.items()
             )
             if is_changed:
@@ -270,23 +274,6 @@ def _is_mutable(value: Any) -> bool:
     return isinstance(value, (dict, list, set)) or (
         isinstance(value, torch.Tensor) and not value.dim() and value.is_cpu
     )
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-
-
-def _is_alike(former: Any, value: Any) -> bool:
-    """True if a copy has the entries of what it was made of."""
-    if isinstance(value, torch.Tensor):
-        return torch.equal(former, value)
-    if len(former) != len(value):
-        return False
-    if isinstance(value, dict):
-        return all(key in value and value[key] is entry for key, entry in former.items())
-    if isinstance(value, list):
-        return all(mine is other for mine, other in zip(former, value, strict=True))
-    return all(entry in value for entry in former)
 
 
 def _as_sharded(segment: Segment, state: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,15 @@ __all__ = ["numbers_in", "own_copy"]
 
 _DEPTH_MAX = 4
 _NUMEL_MAX = 64
+_ARRAY_BYTES_MAX = 1 << 20
 
 _KEPT = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, Optimizer, torch.Tensor)
 """Objects that a class may refer to and has not made to count in."""
 
 
 def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
-    """A copy of an attribute: of containers, small tensors and objects in it, and not of models, parameters, functions.
+    """A copy of an attribute: of containers, small tensors and arrays, and objects in it; models, parameters and
+    functions are shared.
 
     Args:
         package: in which the optimizer's class is. Objects of classes of others are shared.
@@ -40,7 +42,11 @@ def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
     if not depth:
         return value
     if isinstance(value, tuple):
-        return tuple(own_copy(each, package, depth - 1) for each in value) if type(value) is tuple else value
+        items = [own_copy(each, package, depth - 1) for each in value]
+        make = getattr(type(value), "_make", type(value))  # of a named one
+        return make(items) if type(value) is tuple or hasattr(type(value), "_make") else value
+    if _is_small_array(value):
+        return copy.copy(value)
     if isinstance(value, (dict, list, deque, set, itertools.count)) or _has_attributes(value, package):
         try:
             copied = _copy_of(value) if type(value) is itertools.count else copy.copy(value)
@@ -54,8 +60,9 @@ def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
 
 
 def numbers_in(value: Any, name: str, package: str, depth: int = _DEPTH_MAX) -> Iterator[tuple[str, Any]]:
-    """The numbers and small tensors in what `own_copy` would copy, each with where it is."""
-    if isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.numel() <= _NUMEL_MAX):
+    """The numbers, small tensors and arrays in what `own_copy` would copy, each with where it is."""
+    is_small_tensor = isinstance(value, torch.Tensor) and value.numel() <= _NUMEL_MAX
+    if isinstance(value, numbers.Number) or is_small_tensor or _is_small_array(value):
         yield name, value
     elif isinstance(value, itertools.count):
         yield name, repr(value)
@@ -65,6 +72,10 @@ def numbers_in(value: Any, name: str, package: str, depth: int = _DEPTH_MAX) -> 
             for key, each in items.items() if isinstance(items, Mapping) else enumerate(items):
                 inside = f".{key}" if _has_attributes(value, package) and items is vars(value) else f"[{key!r}]"
                 yield from numbers_in(each, name + inside, package, depth - 1)
+
+
+def _is_small_array(value: Any) -> bool:
+    return hasattr(type(value), "__array_interface__") and value.nbytes <= _ARRAY_BYTES_MAX  # of numpy
 
 
 def _copy_of(value: itertools.count[Any]) -> itertools.count[Any]:

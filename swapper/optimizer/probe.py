@@ -469,7 +469,8 @@ def _refuse_coupling(
             "or set offload_optimizer.device to none"
         )
     state_before.refuse_aliases(together)
-    if only_attributes:
+    groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
+    if only_attributes and equal(*groups):
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
     if stray:
@@ -482,7 +483,6 @@ def _refuse_coupling(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
-    groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
     same = equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())

@@ -25,8 +25,8 @@ __all__ = ["OWN_ATTRIBUTES", "Twin", "equal", "own_numbers", "package_of", "same
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__", "load_state_dict"})
 """Names that wrapping puts on the user's instance."""
 
-_SHARED = frozenset({"state", "param_groups", "defaults"})
-"""Names of what is not compared as an attribute, and of which a twin has its own."""
+_REPLACED = frozenset({"state", "param_groups"})
+"""Names of attributes that a twin has anew."""
 
 _CPU = torch.device("cpu")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -45,12 +45,12 @@ class Twin:
         state_to_start_with: bool | None = None,
     ) -> None:
         cls = type(optimizer)
-        on_cpu = tensors[0].is_cpu
+        on_cpu, package = tensors[0].is_cpu, package_of(optimizer)
         self._step = class_step(cls)
         self._name = cls.__name__
         self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.group = {
-            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else copy.copy(value)
+            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else _own(value, package)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
@@ -59,10 +59,9 @@ class Twin:
         if "lr" in self.group and self.group["lr"] == 0:
             self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
         self.optimizer: Optimizer = cls.__new__(cls)
-        for key, value in vars(optimizer).items():
-            if key not in OWN_ATTRIBUTES:
-                copied = value if key in _SHARED else own_copy(value, package_of(optimizer))
-                vars(self.optimizer)[key] = copied
+        for key, value in {**_tables_of_class(cls), **vars(optimizer)}.items():
+            if key not in OWN_ATTRIBUTES and key not in _REPLACED:
+                vars(self.optimizer)[key] = own_copy(value, package)
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)
@@ -84,7 +83,7 @@ class Twin:
                 self.optimizer.state[parameter] = {
                     key: _initial(local_of(value), like, parameter)
                     if isinstance(value, torch.Tensor)
-                    else copy.copy(value)
+                    else _own(value, package_of(optimizer))
                     for key, value in state.items()
                 }
             return
@@ -115,13 +114,26 @@ class Twin:
 def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """What `numbers_in` finds in the attributes that are the class's own."""
     for key, value in vars(optimizer).items():
-        if key not in OWN_ATTRIBUTES and key not in _SHARED:
+        if key not in OWN_ATTRIBUTES and key not in _REPLACED and key != "defaults":
             yield from numbers_in(value, key, package_of(optimizer))
 
 
 def package_of(optimizer: Optimizer) -> str:
     """Return the name of the top package that the class is from."""
     return type(optimizer).__module__.split(".")[0]
+
+
+def _own(value: Any, package: str) -> Any:
+    """A copy, also of what is in containers: a class may keep in them what it has computed once for all parameters."""
+    copied = own_copy(value, package)
+    return copy.copy(value) if copied is value else copied
+
+
+def _tables_of_class(cls: type[Optimizer]) -> dict[str, Any]:
+    """Containers that are attributes of the class itself, and not torch's: what it writes there all instances see."""
+    bases = [base for base in reversed(cls.__mro__) if base.__module__.split(".")[0] not in ("torch", "builtins")]
+    values = {key: value for base in bases for key, value in vars(base).items() if not key.startswith("__")}
+    return {key: value for key, value in values.items() if isinstance(value, (dict, list, set, deque))}
 
 
 def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -173,6 +185,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def equal(a: object, b: object) -> bool:
     """True if two values of a state or of a group are the same: tensors to the bit, containers item by item."""
+    if a is b:
+        return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and same_bits(a.reshape(-1), b.reshape(-1))
     if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
@@ -182,4 +196,7 @@ def equal(a: object, b: object) -> bool:
     if dataclasses.is_dataclass(a) and not isinstance(a, type):  # Its own way asks tensors whether they are true.
         names = [field.name for field in dataclasses.fields(a)]
         return type(a) is type(b) and all(equal(getattr(a, name), getattr(b, name)) for name in names)
+    if hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # Arrays, which are many truths.
+        alike = all(getattr(a, name, None) == getattr(b, name, None) for name in ("dtype", "shape"))
+        return type(a) is type(b) and alike and bool(a.tobytes() == b.tobytes())
     return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.

@@ -1,0 +1,229 @@
+"""What a class keeps in its options or attributes is the user's: trials leave it as it is, and resuming keeps it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper.optimizer.twin import equal
+
+PLACES = ["lists", "named tuple", "array", "tensor", "set", "attribute", "attribute array", "of the class", "defaults"]
+SAVED = ["lists", "array", "tensor", "set", "defaults"]
+"""Of these, what a checkpoint has."""
+
+
+class Kept(NamedTuple):
+    """As an option."""
+
+    cells: list[list[Any]]
+
+
+def cells() -> list[list[Any]]:
+    """For ten steps."""
+    return [[None, None] for _ in range(10)]
+
+
+def caching(where: str, elementwise: bool) -> type[torch.optim.Optimizer]:
+    """A class that computes its step size once for all parameters, as the code of RAdam's authors does."""
+
+    class Caching(torch.optim.Optimizer):
+        of_class = cells()
+
+        def __init__(self, params: Any, lr: float = 1e-3) -> None:
+            options: dict[str, Any] = {
+                "lists": {"cells": [cells()]},
+                "named tuple": Kept(cells()),
+                "array": [np.zeros((10, 2))],
+                "tensor": (torch.zeros(10, 2, dtype=torch.float64),),
+                "set": [{(0, 0.0)}],
+                "defaults": [cells()],
+            }
+            super().__init__(params, {"lr": lr, **({"kept": options[where]} if where in options else {})})
+            self.attribute = [cells()]
+            self.array = {"cells": np.zeros((10, 2))}
+
+        def cell_of(self, group: dict[str, Any], step: int) -> Any:
+            tables: dict[str, Callable[[], Any]] = {
+                "lists": lambda: group["kept"]["cells"][0],
+                "named tuple": lambda: group["kept"].cells,
+                "array": lambda: group["kept"][0],
+                "tensor": lambda: group["kept"][0],
+                "attribute": lambda: self.attribute[0],
+                "attribute array": lambda: self.array["cells"],
+                "of the class": lambda: self.of_class,
+                "defaults": lambda: self.defaults["kept"][0],
+            }
+            return tables[where]()[step % 10]
+
+        def size_of(self, group: dict[str, Any], step: int) -> float:
+            size = group["lr"] / (1 - 0.9**step)
+            if where == "set":
+                known = group["kept"][0]
+                if all(at != step for at, _ in known):
+                    known.add((step, size))
+                return float(next(found for at, found in known if at == step))
+            cell = self.cell_of(group, step)
+            if cell[0] != step:
+                cell[0], cell[1] = step, size
+            return float(cell[1])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        state["step"], state["mean"] = 0, torch.zeros_like(p)
+                    state["step"] += 1
+                    state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                    p.add_(state["mean"], alpha=-self.size_of(group, state["step"]))
+
+    return swapper.register_elementwise(Caching) if elementwise else Caching
+
+
+def config_of(nvme_path: Path, native: str = "auto") -> swapper.OffloadConfig:
+    return swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="2MiB",
+        bucket_bytes="16KiB",
+        offload_optimizer={"device": "nvme", "native_step": native},
+    )
+
+
+def made(cls: type[torch.optim.Optimizer], config: swapper.OffloadConfig | None) -> tuple[nn.Module, Any, Any]:
+    """A model, its optimizer with two groups, and a scheduler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 40), nn.Linear(40, 8))
+    groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 4e-3}]
+    optimizer = cls(groups)
+    if config is not None:
+        optimizer = swapper.wrap_optimizer(optimizer, config)
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1, total_iters=8)
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        (model(torch.randn(8, 96, generator=generator)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def check(ours: nn.Module, plain: nn.Module) -> None:
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.detach(), q.detach())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("native", ["on", "off"])
+@pytest.mark.parametrize("elementwise", [True, False], ids=["segments", "whole"])
+@pytest.mark.parametrize("where", PLACES)
+def test_what_is_computed_once_for_all_parameters(where: str, elementwise: bool, native: str, nvme_path: Path) -> None:
+    plain = made(caching(where, elementwise), None)
+    ours = made(caching(where, elementwise), config_of(nvme_path, native))
+    for run in (plain, ours):
+        train(*run, range(12))
+    check(ours[0], plain[0])
+    assert equal(options_of(ours[1]), options_of(plain[1]))
+    assert equal(ours[1].attribute, plain[1].attribute)
+    assert equal(ours[1].array, plain[1].array)
+    assert ours[1].of_class == plain[1].of_class
+    swapper.of(ours[1]).close()
+
+
+@pytest.mark.parametrize("elementwise", [True, False], ids=["segments", "whole"])
+@pytest.mark.parametrize("where", [where for where in PLACES if where not in ("set", "defaults")])
+def test_a_class_that_counts_its_steps_there_is_refused(where: str, elementwise: bool, nvme_path: Path) -> None:
+    caching_class: Any = caching(where, False)
+
+    class Counting(caching_class):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                cell = self.cell_of(group, 0)
+                cell[0] = (cell[0] or 0) + 1
+                for p in group["params"]:
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    p.add_(self.state[p]["sum"], alpha=-float(cell[0]) * group["lr"])
+
+    if elementwise:
+        swapper.register_elementwise(Counting)
+    parameters = [nn.Parameter(torch.ones(96, 96)) for _ in range(3)]
+    optimizer = Counting(parameters)
+    kept = [options_of(optimizer), optimizer.attribute, optimizer.array, optimizer.of_class]
+    before = copy.deepcopy(kept)
+    with pytest.raises(swapper.ConfigError, match="Counting"):
+        swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+    assert equal(kept, before)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", ["checkpoint", "state_dict"])
+@pytest.mark.parametrize("where", SAVED)
+def test_groups_that_share_it_share_it_when_training_is_resumed(
+    where: str, how: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    """With other learning rates in two groups, what one has computed the other one takes."""
+    cls = caching(where, False)
+    plain = made(cls, None)
+    train(*plain, range(5))
+    torch.save([each.state_dict() for each in plain], tmp_path / "plain.pt")
+    again = made(cls, None)
+    for each, state in zip(again, torch.load(tmp_path / "plain.pt", weights_only=False), strict=True):
+        each.load_state_dict(state)
+    train(*again, range(5, 12))
+
+    ours = made(cls, config_of(nvme_path))
+    train(*ours, range(5))
+    if how == "checkpoint":
+        swapper.save_checkpoint(tmp_path / "ours", ours[0], ours[1], extra=ours[2].state_dict())
+    states = [each.state_dict() for each in ours]
+    resumed = made(cls, config_of(nvme_path))
+    if how == "checkpoint":
+        extra = swapper.load_checkpoint(tmp_path / "ours", resumed[0], resumed[1])
+        resumed[2].load_state_dict(extra)
+    else:
+        for each, state in zip(resumed, states, strict=True):
+            each.load_state_dict(state)
+    train(*resumed, range(5, 12))
+    check(resumed[0], again[0])
+    assert equal(options_of(resumed[1]), options_of(again[1]))
+    for each in (ours, resumed):
+        swapper.of(each[1]).close()
+
+
+def test_a_token_does_not_count_as_a_parameter(nvme_path: Path) -> None:
+    caching_class: Any = caching("attribute", False)
+
+    @swapper.register_elementwise
+    class Counting(caching_class):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.attribute[0][0][0] = (self.attribute[0][0][0] or 0) + 1
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.add_(self.state[p]["sum"], alpha=-0.125)
+
+    parameters = [nn.Parameter(torch.ones(48, 48)) for _ in range(3)]
+    optimizer = swapper.wrap_optimizer(Counting(parameters), config_of(nvme_path, "on"))
+    for _ in range(4):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.attribute[0][0][0] == 12
+    swapper.of(optimizer).close()
