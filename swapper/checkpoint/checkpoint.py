@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -500,7 +501,7 @@ class OpenCheckpoint:
         return decode(data, "extra", self._checkpoint.small_tensor)
 
     @functools.cached_property
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OrderedDict[str, Any]:
         """The model's tensors by their names; each is read, and checked, whenever it is used."""
         return stored_state_dict(self._checkpoint)
 

@@ -24,7 +24,7 @@ from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.saved_model import model_values
+from swapper.checkpoint.saved_model import model_values, with_metadata
 from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
@@ -250,7 +250,7 @@ class _Export:
         state = OrderedDict((name, self._tensor(model_stream(self.checkpoint, name))) for name in saved.wholes())
         state.update({name: state[first] for name, first in saved.tied.items()})
         state.update(model_values(self.checkpoint))
-        return state
+        return with_metadata(state, self.checkpoint)
 
     def optimizer(self, number: int, names: Sequence[Any] | None = None) -> dict[str, Any]:
         """An optimizer's state dict, as its class has it; by `names` instead of the parameters' numbers."""

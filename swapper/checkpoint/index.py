@@ -106,6 +106,7 @@ class SavedModel(_Entry):
 
     `sharded` has those that are in parts. `own` has, by name and rank, where a rank has another tensor than rank 0, and
     `own_values` the encoded values that it has otherwise. `copies` are where tensors are too, on other hosts.
+    `metadata` is what torch keeps beside a state dict: the versions of modules; encoded, or None.
     """
 
     tensors: dict[str, SavedTensor]
@@ -115,6 +116,7 @@ class SavedModel(_Entry):
     own: dict[str, dict[str, str]] = {}
     own_values: dict[str, dict[str, Any]] = {}
     copies: dict[str, list[SavedTensor]] = {}
+    metadata: Any = None
 
     def wholes(self) -> dict[str, tuple[str, list[int]]]:
         """The dtype and shape of each tensor as the model has it, by name."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import inspect
 import os
 import pickle
 import secrets
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +98,7 @@ def import_checkpoint(
     found = _load(file)
     if not isinstance(found, Mapping):
         raise SwapError(f"{os.fspath(file)} has a {type(found).__name__}, and no dictionary with a state dict")
-    rest = dict(found)
+    rest: dict[Any, Any] = copy.copy(found) if isinstance(found, dict) else dict(found)  # with versions of modules
     for key in drop:
         _item(rest, key, "drop", os.fspath(file))
         del rest[key]
@@ -104,7 +106,7 @@ def import_checkpoint(
     optimizer_key, states = _take_optimizers(rest, optimizer_key, os.fspath(file))
     notes: list[str] = []
     kinds = _kinds(states, optimizer, notes)
-    extra: Any = rest if model_key is not None and rest else None
+    extra: Any = dict(rest) if model_key is not None and rest else None
     extra_keys = [] if extra is None else [str(key) for key in extra]
     if extra_keys == ["extra"]:
         extra = rest["extra"]  # As `export_checkpoint` has it.
@@ -355,10 +357,12 @@ def _write(
     return index
 
 
-def _one_object_each(state: Mapping[str, Any]) -> dict[str, Any]:
+def _one_object_each(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """`state` with one object for tensors that are the same memory: they were tied."""
     first: dict[object, torch.Tensor] = {}
-    found: dict[str, Any] = {}
+    found: OrderedDict[str, Any] = OrderedDict()
+    if hasattr(state, "_metadata"):
+        vars(found)["_metadata"] = state._metadata
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             value = value.detach()

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import model_box, model_stream
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, show
 from swapper.files.tensor_files import FromFile, StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
@@ -40,6 +41,7 @@ __all__ = [
     "check_can_be_saved",
     "check_model",
     "differences",
+    "encoded_metadata",
     "encoded_value",
     "flat_state_dict",
     "linkable_records",
@@ -51,6 +53,7 @@ __all__ = [
     "save_state_dict",
     "save_tensors",
     "stored_state_dict",
+    "with_metadata",
     "write_for_others",
     "write_memory",
 ]
@@ -102,6 +105,38 @@ def save_state_dict(state: Mapping[str, Any], new: NewCheckpoint) -> SavedModel:
     return save_tensors(state, new, None)
 
 
+def encoded_metadata(state: Mapping[str, Any], new: NewCheckpoint) -> Any:
+    """What the index has for what torch keeps beside a state dict: the versions of modules. None without any.
+
+    Raises:
+        SwapError: it cannot be saved.
+    """
+    if (metadata := getattr(state, "_metadata", None)) is None:
+        return None
+    if not _is_metadata(metadata):
+        raise SwapError(f"the state dict's _metadata has no mapping for each module, as torch has: {show(metadata)}")
+    return new.encode(metadata, "the state dict's _metadata", "model._metadata.")
+
+
+def _is_metadata(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+
+
+def with_metadata(state: Mapping[str, Any], checkpoint: Checkpoint) -> OrderedDict[str, Any]:
+    """`state` as a state dict of torch: modules that find no version there take it for one of an older version.
+
+    Raises:
+        SwapError: the index is damaged.
+    """
+    whole = OrderedDict(state)
+    if (encoded := checkpoint.index.model.metadata) is not None:
+        metadata = decode(encoded, "the state dict's _metadata", checkpoint.small_tensor)
+        if not _is_metadata(metadata):
+            raise SwapError(f"{checkpoint.directory / INDEX} is damaged: the versions of modules are {show(metadata)}")
+        vars(whole)["_metadata"] = metadata
+    return whole
+
+
 def save_tensors(
     state: Mapping[str, Any],
     new: NewCheckpoint,
@@ -119,7 +154,7 @@ def save_tensors(
         SwapError: something cannot be saved.
         SwapIOError: the drive failed or is full.
     """
-    saved = SavedModel(tensors={}, tied={}, values={})
+    saved = SavedModel(tensors={}, tied={}, values={}, metadata=encoded_metadata(state, new))
     memory: dict[str, torch.Tensor] = {}
     first_names: dict[int, str] = {}
     for name, value in state.items():
@@ -153,7 +188,7 @@ def write_memory(memory: Mapping[str, torch.Tensor], new: NewCheckpoint, saved: 
             saved.tensors[name] = _described(file, memory[name], crc)
 
 
-def flat_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+def flat_state_dict(model: torch.nn.Module) -> OrderedDict[str, Any]:
     """The state dict, with the parameters themselves unless the model's own `state_dict` has no such argument.
 
     Of a tensor that is made of others it has those, and a text that says how.
@@ -164,7 +199,9 @@ def flat_state_dict(model: torch.nn.Module) -> dict[str, Any]:
         state = model.state_dict()
     else:
         state = model.state_dict(keep_vars=True)
-    flat: dict[str, Any] = {}
+    flat: OrderedDict[str, Any] = OrderedDict()
+    if hasattr(state, "_metadata"):
+        vars(flat)["_metadata"] = state._metadata
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or not (text := made_of(value)):
             flat.setdefault(name, value)
@@ -313,7 +350,7 @@ def _decoded(value: Any, name: str, checkpoint: Checkpoint) -> Any:
     return decode(value, f"the state dict's {name!r}", checkpoint.small_tensor)
 
 
-def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
+def stored_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     """The tensors of the model in `checkpoint`, by all their names. Each is read, and checked, whenever it is used.
 
     When `checkpoint` is closed they are read from whatever has its name then, and checked.
@@ -327,7 +364,7 @@ def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
         )
         for name in saved.wholes()
     }
-    return views | {name: views[first] for name, first in saved.tied.items()}
+    return with_metadata(views | {name: views[first] for name, first in saved.tied.items()}, checkpoint)
 
 
 def check_model(checkpoint: Checkpoint) -> None:
@@ -339,6 +376,7 @@ def check_model(checkpoint: Checkpoint) -> None:
     for name in saved.sharded:
         model_stream(checkpoint, name)
     model_values(checkpoint)
+    with_metadata({}, checkpoint)
     for name, values in saved.own_values.items():
         for value in values.values():
             _decoded(value, name, checkpoint)
@@ -421,7 +459,7 @@ def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, A
     noted = _NotedFailure()
     try:
         with noted:
-            model.load_state_dict(state, strict=not inside)
+            model.load_state_dict(with_metadata(state, checkpoint), strict=not inside)
     except RuntimeError as error:
         if (failure := reader.failure or noted.failure) is not None:
             raise failure from None

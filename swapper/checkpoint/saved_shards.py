@@ -16,6 +16,7 @@ import torch
 from swapper.checkpoint.index import SavedModel, SavedShards
 from swapper.checkpoint.saved_model import (
     check_can_be_saved,
+    encoded_metadata,
     encoded_value,
     flat_state_dict,
     linkable_records,
@@ -234,6 +235,7 @@ class ShardedModel:
             saved.own[name] = {str(part.rank): piece}
         whole = save_tensors(others, self._new, self._model, memory)
         whole.sharded, whole.own, whole.own_values = saved.sharded, saved.own, saved.own_values
+        whole.metadata = encoded_metadata(self._state, self._new) if part.rank == 0 else None
         whole.tied |= saved.tied
         whole.tensors |= saved.tensors
         return whole

@@ -5,8 +5,10 @@ See [Note: two Lightnings] in `swapper.strategy.swapping`.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -215,7 +217,7 @@ class Swapping(SwappingStrategy, Strategy):
         self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool
     ) -> dict[str, Any]:
         if isinstance(state, torch.nn.Module):
-            self._load_module(opened, state, dict(opened.state_dict), strict)
+            self._load_module(opened, state, copy.copy(opened.state_dict), strict)
             return {}
         with agreed(opened.together):
             modules, optimizers, named, order, extra = _matched(opened, state, strict)
@@ -225,7 +227,7 @@ class Swapping(SwappingStrategy, Strategy):
         whole = modules.keys() == set(named)
         if whole:
             module = _whole({name: modules[name] for name in named})
-            self._load_module(opened, module, dict(opened.state_dict), strict)
+            self._load_module(opened, module, copy.copy(opened.state_dict), strict)
             if optimizers:
                 opened.load_optimizers(module, [optimizers[name] for name in order])
         for name, value in state.items():
@@ -348,11 +350,16 @@ def _whole(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     return next(iter(modules.values())) if len(modules) == 1 else Several(modules)
 
 
-def _of_module(tensors: Mapping[str, Any], name: str, named: Sequence[str]) -> dict[str, Any]:
+def _of_module(tensors: OrderedDict[str, Any], name: str, named: Sequence[str]) -> OrderedDict[str, Any]:
     """The state dict of one of the modules that were saved."""
     if len(named) == 1:
-        return dict(tensors)
-    return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        return copy.copy(tensors)
+    start = f"{name}."
+    found = OrderedDict((key.removeprefix(start), value) for key, value in tensors.items() if key.startswith(start))
+    if (versions := getattr(tensors, "_metadata", None)) is not None:  # of modules
+        mine = {f"{key}.".removeprefix(start): value for key, value in versions.items() if f"{key}.".startswith(start)}
+        vars(found)["_metadata"] = {key.removesuffix("."): value for key, value in mine.items()}
+    return found
 
 
 def _plain(value: Any) -> Any:

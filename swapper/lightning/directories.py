@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -230,7 +231,7 @@ def _lightnings(opened: OpenCheckpoint) -> dict[str, Any]:
             "optimizer)"
         )
     checkpoint: dict[str, Any] = resolve(opened.extra, opened.state_dict)
-    checkpoint.setdefault("state_dict", dict(opened.state_dict))  # An imported file has none beside the model.
+    checkpoint.setdefault("state_dict", copy.copy(opened.state_dict))  # An imported file has none beside the model.
     checkpoint[_DIRECTORY] = str(opened.directory)
     if opened.optimizers:
         checkpoint[OPTIMIZER_STATES] = [_NoState(state={}, param_groups=[]) for _ in range(opened.optimizers)]

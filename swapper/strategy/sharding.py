@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ def load_whole_tensors(module: torch.nn.Module, state: Mapping[str, Any], strict
     """
     reshard(module)
     own = module.state_dict(keep_vars=True)
-    given = dict(state)
+    given = copy.copy(state) if isinstance(state, dict) else dict(state)  # With the versions of modules.
     for name, value in state.items():
         here = own.get(name)
         if not isinstance(here, torch.Tensor) or not is_sharded(here) or is_sharded(value) or value.shape != here.shape:

@@ -7,6 +7,7 @@ what they always see, and no tensor is copied that no hook has changed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ def replaced(value: Any, of: type, by: Callable[[Any], Any]) -> Any:
             return items
         if all(items[key] is item for key, item in value.items()):
             return value
-        copy = value.copy()
-        copy.update(items)
-        return copy
+        copied = copy.copy(value)  # With its attributes: torch keeps the versions of modules in one.
+        copied.update(items)
+        return copied
     return value

@@ -148,6 +148,8 @@ def test_no_value_in_the_index_does_more_than_be_refused(good: Path, saved: Path
     index = json.loads((saved / INDEX).read_bytes())
     refusals = 0
     for path in places(index):
+        if path[-1] == "version" and "metadata" in path:
+            continue  # Of a module, whose own business it is.
         # The class's own business, and the user's: they are given what was saved.
         is_value = not {"options", "small", "extra"}.isdisjoint(path)
         for value in WRONG:

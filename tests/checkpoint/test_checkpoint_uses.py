@@ -19,7 +19,7 @@ import pytest
 import torch
 from checkpoints import SmallNet as Net
 from checkpoints import SmallTraining as Training
-from checkpoints import whole
+from checkpoints import Versioned, whole
 from isolation import in_forked_child
 from launcher import run_program
 from safetensors import safe_open
@@ -551,6 +551,39 @@ def test_extra_state_of_modules(state: Any, tmp_path: Path) -> None:
     swapper.load_checkpoint(tmp_path / "saved", other)
     assert bits(other.state) == bits(state) and type(other.state) is type(state)
     assert bits(other.weight) == bits(model.weight)
+
+
+@pytest.mark.parametrize("way", ["saved", "exported", "imported"])
+def test_versions_of_modules(way: str, tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 3), Versioned(3, 3), nn.BatchNorm1d(3))
+            self.outer = Versioned(3, 1)
+
+    model, other = Model(), Model()
+    path = tmp_path / "it"
+    if way == "imported":
+        torch.save(model.state_dict(), tmp_path / "it.pt")
+        import_checkpoint(tmp_path / "it.pt", path)
+    else:
+        swapper.save_checkpoint(path, model)
+    if way == "exported":
+        export_checkpoint(path, "torch", tmp_path / "it.pt")
+        found = torch.load(tmp_path / "it.pt")["model"]
+        assert found._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+        other.load_state_dict(found)
+    else:
+        swapper.load_checkpoint(path, other)
+    assert bits(other.state_dict()) == bits(model.state_dict())
+
+
+def test_a_state_dict_without_versions_is_loaded_without(tmp_path: Path) -> None:
+    model, other = Versioned(3, 3), Versioned(3, 3)
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: delattr(state, "_metadata"))
+    swapper.save_checkpoint(tmp_path / "it", model)
+    swapper.load_checkpoint(tmp_path / "it", other)
+    assert bits(other.weight) == bits(model.weight.exp()) and bits(other.bias) == bits(model.bias)
 
 
 def test_models_of_all_kinds(tmp_path: Path) -> None:

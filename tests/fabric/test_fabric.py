@@ -17,6 +17,7 @@ from typing import Any
 import lightning_sharded
 import pytest
 import torch
+from checkpoints import Versioned
 from launcher import run_program
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
@@ -235,7 +236,7 @@ class Pair:
     def __init__(self, strategy: Any, dtype: torch.dtype = torch.float32) -> None:
         self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
         torch.manual_seed(3)
-        plain = [nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 16)).to(dtype) for _ in range(2)]
+        plain = [nn.Sequential(Versioned(16, 96), nn.Tanh(), nn.Linear(96, 16)).to(dtype) for _ in range(2)]
         modules = [self.fabric.setup_module(each) for each in plain]
         makers = (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9))
         optimizers = [

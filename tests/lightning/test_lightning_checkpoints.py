@@ -17,6 +17,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from checkpoints import Versioned
 from launcher import run_program
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers.logger import Logger
@@ -632,6 +633,31 @@ class Sized(Net):
     def __init__(self, size: int, extra: str = "default") -> None:
         super().__init__(width=size)
         self.save_hyperparameters()
+
+
+class OfVersionTwo(Net):
+    """A layer of it converts state dicts without its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Versioned(96, 3)
+
+
+@pytest.mark.parametrize("source", ["directory", "imported", "exported", "module"])
+def test_versions_of_modules_are_kept(source: str, nvme_path: Path, tmp_path: Path) -> None:
+    stock = facts(fit("auto", OfVersionTwo, max_epochs=2))["parameters"]
+    saved = fit("auto" if source == "imported" else strategy_of(nvme_path, ALL), OfVersionTwo, max_epochs=1)
+    saved.save_checkpoint(path := tmp_path / "it.ckpt")
+    if source == "imported":
+        import_checkpoint(path, path := tmp_path / "imported.ckpt")
+    elif source == "exported":
+        export_checkpoint(path, "lightning", path := tmp_path / "exported.ckpt")
+    elif source == "module":
+        module = swapper.lightning.load_from_checkpoint(OfVersionTwo, path)
+        assert {name: bits(value) for name, value in module.state_dict().items()} == facts(saved)["parameters"]
+    strategy = "auto" if source == "exported" else strategy_of(nvme_path, ALL)
+    resumed = fit(strategy, OfVersionTwo, ckpt_path=path, max_epochs=2)
+    assert facts(resumed)["parameters"] == stock
 
 
 @pytest.mark.parametrize("what", ["state", ALL])

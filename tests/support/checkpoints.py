@@ -32,13 +32,24 @@ def annexes_in(directory: Path) -> set[str]:
     return {Path(annex.path).name for annex in found.annexes}
 
 
+class Versioned(nn.Linear):
+    """A layer of which state dicts of before version 2 have the logarithm, and are converted when they are loaded."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].exp()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 class SmallNet(nn.Module):
     """Parameters that are swapped and that are not, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(64, 72)
-        self.two = nn.Linear(72, 64)
+        self.two = Versioned(72, 64)
         self.norm = nn.BatchNorm1d(64)
 
     def loss(self, turn: int) -> torch.Tensor:

@@ -130,6 +130,7 @@ def check_written_once(path: str, found: dict[str, Any]) -> None:
     expected = sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))
     slack = 10_000 * torch.distributed.get_world_size()  # Records are small here, and have headers.
     assert length_bytes < 1.5 * expected + slack, (length_bytes, expected)
+    assert "version" in json.dumps(json.loads(Path(path, "index.json").read_text())["model"]["metadata"])
 
 
 def check_linked(path: str, net: nn.Module) -> None:

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import safetensors.torch
 import torch
+from checkpoints import Versioned
 from sharded_nets import in_processes, within_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +34,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Linear(32, 96, bias=False)
         self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(96, 96), nn.BatchNorm1d(96))))
-        self.head = nn.Linear(96, 32, bias=False)
+        self.head = Versioned(96, 32, bias=False)
         self.tied = nn.Linear(32, 96, bias=False)
         self.tied.weight = self.embedding.weight
 
