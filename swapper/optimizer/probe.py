@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ _REAL_NUMEL = 1 << 18
 """Parameters of at most so many elements are tried in their own shape."""
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
+_GRADIENT_SIZES = (2.0**20, 2.0**-20)
+_GRADIENT_SIZES_OF_HALF = (2.0**9, 2.0**-18)
 _elementwise: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -439,24 +441,57 @@ def _step_apart(twin: Twin, gradients: Sequence[torch.Tensor]) -> None:
     twin.group.update(after)
 
 
+def _tried_together_and_apart(
+    optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], steps: int, size: float
+) -> Iterator[tuple[Twin, Twin]]:
+    """Two twins over copies of `start`, one stepped at once, the other one parameter after the other.
+
+    Yields:
+        Both before each step, and after the last.
+    """
+    together, apart = (Twin(optimizer, group, [t.clone() for t in start]) for _ in range(2))
+    for step in range(steps):
+        yield together, apart
+        # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
+        gradients = [
+            scale * size * (seeded(t.shape, t.dtype, seed) + 0.3 * seeded(t.shape, t.dtype, seed + step + 1))
+            for t, scale, seed in zip(start, (1, 8), (1, 101), strict=True)
+        ]
+        together.step(gradients)
+        _step_apart(apart, gradients)
+    yield together, apart
+
+
+def _groups_of(*twins: Twin) -> list[dict[str, Any]]:
+    return [{key: value for key, value in twin.group.items() if key != "params"} for twin in twins]
+
+
+def _agree(together: Twin, apart: Twin) -> bool:
+    same = equal(*_groups_of(together, apart))
+    for p, q in zip(together.parameters, apart.parameters, strict=True):
+        same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())
+    return same
+
+
+def _agrees_at(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], size: float) -> bool:
+    """True if it does with gradients of this size: a class may look at all of them from some norm on."""
+    try:
+        *_, (together, apart) = _tried_together_and_apart(optimizer, group, start, _STEPS, size)
+    except ConfigError:  # It takes none of this size.
+        return True
+    return _agree(together, apart)
+
+
 def _refuse_coupling(
     optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], *, only_attributes: bool = False
 ) -> None:
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    together = Twin(optimizer, group, [t.clone() for t in start])
-    apart = Twin(optimizer, group, [t.clone() for t in start])
-    for step in range(_COUPLED_STEPS):
-        # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
-        gradients = [
-            scale * (seeded(shape, dtype, seed) + 0.3 * seeded(shape, dtype, seed + step + 1))
-            for scale, seed in ((1, 1), (8, 101))
-        ]
+    trial = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
+    for step, (together, apart) in enumerate(trial):  # noqa: B007
         if step == _COUPLED_STEPS // 2:
             state_before = StateBefore(together.optimizer)
-        together.step(gradients)
-        _step_apart(apart, gradients)
     found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))
     with torch.no_grad():  # Views of parameters that a step has made are among them.
         changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
@@ -469,8 +504,7 @@ def _refuse_coupling(
             "or set offload_optimizer.device to none"
         )
     state_before.refuse_aliases(together)
-    groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
-    if only_attributes and equal(*groups):
+    if only_attributes and equal(*_groups_of(together, apart)):
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
     if stray:
@@ -483,10 +517,8 @@ def _refuse_coupling(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
-    same = equal(*groups)
-    for p, q in zip(together.parameters, apart.parameters, strict=True):
-        same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())
-    if not same:
+    sizes = _GRADIENT_SIZES_OF_HALF if dtype is torch.float16 else _GRADIENT_SIZES
+    if not _agree(together, apart) or not all(_agrees_at(optimizer, group, start, size) for size in sizes):
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
             "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"

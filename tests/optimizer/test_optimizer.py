@@ -850,6 +850,34 @@ def test_an_optimizer_that_couples_parameters_is_refused(nvme_path: Path) -> Non
     assert not list(nvme_path.iterdir())
 
 
+class Bounded(Optimizer):
+    """Looks at the norm of all gradients only where it is not between two bounds, as those that clip do."""
+
+    def __init__(self, params: Any, least: float, most: float) -> None:
+        super().__init__(params, {"lr": 1e-2, "least": least, "most": most})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.float().norm() for p in parameters if p.grad is not None]).norm()
+            scale = (norm.clamp(group["least"], group["most"]) / norm).item()
+            for p in parameters:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(0.9).add_(p.grad, alpha=scale)
+                p.sub_(mean, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (0.0, 100.0), (0.0, 5000.0), (1e-3, 1e9), (1.0, 1e9)])
+def test_one_that_couples_them_from_some_norm_on_is_refused(
+    least: float, most: float, dtype: torch.dtype, nvme_path: Path
+) -> None:
+    optimizer = Bounded(make_model().to(dtype).parameters(), least, most)
+    with pytest.raises(swapper.ConfigError, match="Bounded computes something else"):
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+
+
 class Adaptive(Optimizer):
     """Like Prodigy: one step size for all parameters, which it learns slowly."""
 
