@@ -21,12 +21,13 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
-from swapper.optimizer.step_function import refuse_overrides, unhooked_step
+from swapper.optimizer.state_shapes import shape_of_state, two_like
+from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
-from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
+from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_dense, is_plain
 
 __all__ = [
     "ENCODED_DTYPES",
@@ -58,10 +59,12 @@ _SCALES = (1.0, 2.0**-12, 2.0**-30)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REAL_NUMEL = 1 << 18
 """Parameters of at most so many elements are tried in their own shape."""
+_LARGER_NUMEL_MAX = 1 << 22
+"""The most elements that another one is tried with, to see whether its state is other than that of a tiny one."""
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
 _GRADIENT_SIZES = (2.0**20, 2.0**-20)
-_GRADIENT_SIZES_OF_HALF = (2.0**9, 2.0**-18)
+_GRADIENT_SIZES_OF_HALF = (2.0**9, 2.0**-9, 2.0**-18)
 _elementwise: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -301,25 +304,80 @@ def learn_state(
     small = {size: min(_PRIMES[i], size) if i < len(_PRIMES) else size for i, size in enumerate(sizes)}
     if len(set(small.values())) < len(small):
         small = {size: size for size in sizes}
-    large = {value: size for size, value in small.items()}
-    shape = tuple(small.get(size, size) for size in like.shape)
-    twin = Twin(optimizer, group, [seeded(shape, dtype, 0, device)])
-    for step in range(_STEPS):
-        twin.step([seeded(shape, dtype, step + 1, device)])
-    state = twin.optimizer.state[twin.parameters[0]]
+    shape, whole = tuple(small.get(size, size) for size in like.shape), tuple(like.shape)
+    state = _state_at(optimizer, group, shape, dtype, device)
+    shapes = {key: _scaled(tuple(value.shape), shape, whole) for key, value in state.items()}
+    if sizes and not is_sharded(like) and not has_step_of_torch(optimizer):
+        state, shapes = _seen_larger(optimizer, group, dtype, device, shape, whole, state, shapes)
     local = local_of(like)
     specs = []
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            full = tuple(large.get(size, size) for size in value.shape)
-            if tuple(value.shape) == (math.prod(shape),):
-                full = (like.numel(),)
-            if full == tuple(like.shape):  # Of a DTensor, other state is taken to be whole on each rank.
-                full = tuple(local.shape)
-            same = full == tuple(local.shape) and is_dense(local)
-            stride = local.stride() if same else contiguous_stride(full)
-            specs.append(StateSpec(key, value.dtype, full, stride, on_accelerator=not value.is_cpu))
+        # Of a DTensor, other state is taken to be whole on each rank.
+        full = tuple(local.shape) if shapes[key] == whole else shapes[key]
+        same = full == tuple(local.shape) and is_dense(local)
+        stride = local.stride() if same else contiguous_stride(full)
+        specs.append(StateSpec(key, value.dtype, full, stride, on_accelerator=not value.is_cpu))
     return tuple(specs)
+
+
+def _state_at(
+    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors of the state of a parameter of `shape`.
+
+    Raises:
+        ConfigError: the class fails, or has tensors of a class of somebody's, of which there is more than values.
+    """
+    twin = Twin(optimizer, group, [seeded(shape, dtype, 0, device)])
+    for step in range(_STEPS):
+        twin.step([seeded(shape, dtype, step + 1, device)])
+    found = {k: v for k, v in twin.optimizer.state[twin.parameters[0]].items() if isinstance(v, torch.Tensor)}
+    for key, value in found.items():
+        if not is_sharded(value) and not has_ordinary_class(value):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps its state {key!r} in a {type(value).__name__}, which cannot be "
+                "swapped; take a class of torch.optim, whose state has as few bytes with offload_optimizer.encoding: "
+                "int8 (or bf16), or set offload_optimizer.device to none"
+            )
+    return found
+
+
+def _scaled(state: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of state for a parameter of shape `whole`, where that for `shape` is `state`."""
+    if state == (math.prod(shape),):
+        return (math.prod(whole),)
+    large = dict(zip(shape, whole, strict=True))
+    return tuple(large.get(size, size) for size in state)
+
+
+def _seen_larger(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    whole: tuple[int, ...],
+    state: dict[str, torch.Tensor],
+    shapes: dict[str, tuple[int, ...]],
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
+    """`state` and `shapes`; or, where the class has other state from some size on, that."""
+    like = two_like(whole)
+    if math.prod(like[1]) > _LARGER_NUMEL_MAX:
+        return state, shapes
+    first = _state_at(optimizer, group, like[0], dtype, device)
+    if first.keys() == state.keys() and all(
+        (value.dtype, value.shape) == (state[key].dtype, _scaled(tuple(state[key].shape), shape, like[0]))
+        for key, value in first.items()
+    ):
+        return state, shapes
+    second = _state_at(optimizer, group, like[1], dtype, device)
+    if any(key not in second or second[key].dtype != value.dtype for key, value in first.items()):
+        return state, shapes
+    found = {
+        key: shape_of_state(whole, like, (tuple(value.shape), tuple(second[key].shape))) for key, value in first.items()
+    }
+    told = {key: full for key, full in found.items() if full is not None}
+    return (first, told) if len(told) == len(found) else (state, shapes)
 
 
 def state_after_steps(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -488,8 +546,8 @@ def _refuse_coupling(
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    trial = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
-    for step, (together, apart) in enumerate(trial):  # noqa: B007
+    pairs = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
+    for step, (together, apart) in enumerate(pairs):  # noqa: B007
         if step == _COUPLED_STEPS // 2:
             state_before = StateBefore(together.optimizer)
     found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))

@@ -43,7 +43,7 @@ from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
 from swapper.tensors.evicted_gradients import raw_gradient
 from swapper.tensors.sharded import Sharding, local_of
-from swapper.tensors.strides import is_dense, same_layout
+from swapper.tensors.strides import has_ordinary_class, is_dense, same_layout
 
 if TYPE_CHECKING:
     from swapper.optimizer.placement import Placement
@@ -119,7 +119,7 @@ class StateLocation:
 
     def fits(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """True if `tensor`, in memory of `device`, can be stored here, encoded or as it is."""
-        same = tensor.dtype is self.spec.dtype and tensor.shape == self.spec.shape
+        same = tensor.dtype is self.spec.dtype and tensor.shape == self.spec.shape and has_ordinary_class(tensor)
         return same and tensor.device == device and tensor.layout is torch.strided
 
 

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout", "same_order"]
+__all__ = [
+    *("contiguous_stride", "has_ordinary_class", "is_dense", "is_dense_stride", "is_plain"),
+    *("same_layout", "same_order"),
+]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True if the data of `tensor` is an ordinary tensor, and not of a class of somebody's."""
     with torch._C.DisableTorchFunctionSubclass():
         return type(tensor.data) is torch.Tensor
+
+
+def has_ordinary_class(tensor: torch.Tensor) -> bool:
+    """True if `tensor` is no more than its values, to whoever looks at its class."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
