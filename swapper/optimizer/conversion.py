@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import SwapError
 from swapper.optimizer.guarded_state import GuardedState
+from swapper.optimizer.step_arguments import closure_of
 from swapper.tensors.dynamo import not_compiled
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class Conversion:
 
         @not_compiled  # Of a loop that torch compiles the step is no part.
         @Optimizer.profile_hook_step
-        def hooked(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return step(optimizer, closure)
+        def hooked(optimizer: Optimizer, *args: Any, **named: Any) -> Any:
+            return step(optimizer, closure_of(optimizer, args, named))
 
         @functools.wraps(type(optimizer).step)
         def stepped(*args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
 from swapper.optimizer.state_shapes import shape_of_state, two_like
+from swapper.optimizer.step_arguments import tell_of_result
 from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
@@ -562,6 +563,7 @@ def _refuse_coupling(
             "or set offload_optimizer.device to none"
         )
     state_before.refuse_aliases(together)
+    tell_of_result(optimizer, together.returned)
     if only_attributes and equal(*_groups_of(together, apart)):
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]

@@ -35,6 +35,7 @@ from swapper.optimizer.state_dicts import (
     is_shared,
     state_by_position,
 )
+from swapper.optimizer.step_arguments import refuse_closure_uses
 from swapper.optimizer.step_protocols import SwappedGradients, SwappedParameters
 from swapper.optimizer.stepper import Stepper
 from swapper.process.finalizers import finalizer
@@ -405,6 +406,7 @@ class OptimizerSwapper:
         if closure is not None:
             with agreed(together):
                 self._check_usable("step")
+                refuse_closure_uses(optimizer)
             with modes_kept():
                 set_grad_mode(True)
                 loss = closure()

@@ -69,6 +69,7 @@ class Twin:
         if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
             self._give_initial_state(optimizer, group)
         self.group["params"] = self.parameters
+        self.returned: object = None  # by the last step
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
@@ -101,7 +102,7 @@ class Twin:
         self.group["params"] = list(chosen)
         try:
             with seeded_generators(self.parameters[0].device, 0):
-                self._step(self.optimizer)
+                self.returned = self._step(self.optimizer)
         except Exception as error:
             train = "Call its train() first, if plain steps need that. " * hasattr(self.optimizer, "train")
             raise ConfigError(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from training import Assigning, assert_same, backward, make_model, run, wrapped
+from training import Assigning, assert_same, backward, make_config, make_model, run, wrapped
 
 import swapper
 from swapper.optimizer import probe
@@ -75,6 +75,132 @@ def test_a_step_that_requires_a_closure(
     with wrapped(optimizer, nvme_path):
         assert train(model, optimizer) == expected
         assert_same(plain, model)
+
+
+class PolyakSteps(OfItsOwn):
+    """Has a step size of the loss, where there is one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    size = group["lr"] if loss is None else min(group["lr"], float(loss) * 1e-3)
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(self.state[p]["sum"], alpha=size)
+        return loss
+
+
+class EvaluatesLater(OfItsOwn):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(None)
+        with torch.enable_grad():
+            return None if closure is None else closure()
+
+
+class LooksAhead(OfItsOwn):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return super().step(closure)
+
+
+class OfSteps(OfItsOwn):
+    """Is evaluated in another way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(None if closure is None else closure.evaluate)
+
+
+class OnlyByName(OfItsOwn):
+    @torch.no_grad()
+    def step(self, *, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class OfAnyArguments(OfItsOwn):
+    @torch.no_grad()
+    def step(self, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+        return super().step(*args, **(named or ({} if args else {"closure": None})))
+
+
+def trained(cls: Any, config: swapper.OffloadConfig | None, **given: Any) -> tuple[nn.Module, Any, list[Any]]:
+    model = make_model()
+    optimizer = cls(model.parameters(), lr=1e-2)
+    if config is not None:
+        swapper.wrap_optimizer(optimizer, config)
+    results = []
+    for seed in range(4):
+
+        def closure(seed: int = seed) -> torch.Tensor:
+            optimizer.zero_grad()
+            backward(model, seed)
+            return torch.tensor(2.0 + seed)
+
+        results.append(optimizer.step(closure=closure, **given))
+    return model, optimizer, results
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (PolyakSteps, "uses its closure for something else than the gradients"),
+        (EvaluatesLater, "has changed parameters before it calls its closure"),
+        (LooksAhead, "called its closure 2 times"),
+        (OfSteps, "failed in a probe with a closure .*evaluate"),
+    ],
+)
+def test_a_class_that_does_more_with_a_closure_is_refused_when_it_is_given_one(
+    cls: Any, words: str, nvme_path: Path
+) -> None:
+    with pytest.raises(swapper.ConfigError, match=f"{cls.__name__}.step {words}"):
+        trained(cls, make_config(nvme_path))
+
+
+@pytest.mark.parametrize("cls", [OfItsOwn, OnlyByName, OfAnyArguments, torch.optim.AdamW])
+def test_a_class_that_calls_a_closure_first_is_given_what_it_returns(cls: Any, nvme_path: Path) -> None:
+    plain, _, expected = trained(cls, None)
+    model, optimizer, results = trained(cls, make_config(nvme_path))
+    assert results == expected
+    assert_same(model, plain)
+    swapper.of(optimizer).close()
+
+
+class Scaled(OfItsOwn):
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0, *, more: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None else p.grad * scale
+        super().step(closure)
+        return {"scale": scale}
+
+
+def test_other_arguments_of_a_step_are_refused_unless_they_are_the_defaults(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    optimizer = swapper.wrap_optimizer(Scaled(model.parameters(), lr=1e-2), make_config(nvme_path))
+    assert "Scaled.step returns a dict; swapped it is called for each bucket" in caplog.text
+    backward(model, 0)
+    optimizer.step(scale=1.0, more=None)
+    before = [p.detach().clone() for p in model.parameters()]
+    for args, given, words in [((), {"scale": 0.5}, "scale"), ((None, 0.5), {"more": 1}, "scale, more")]:
+        with pytest.raises(swapper.SwapError, match=f"Scaled.step was given {words}, and swapped it is called once"):
+            optimizer.step(*args, **given)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        optimizer.step(other=1)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.step()
+    swapper.of(optimizer).close()
 
 
 def test_a_step_that_requires_something_else_is_refused_by_name(nvme_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""What a class does with the arguments of its `step`, and what it returns.
+
+The swapper runs the user's closure before the first bucket, and steps the class without one, bucket by bucket. So a
+class may do no more with it than call it once, before anything else, and return what it has returned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError, SwapError, show
+from swapper.io.devices import seeded_generators
+from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
+from swapper.optimizer.twin import Twin, equal, same_bits, seeded
+from swapper.progress import warn_once
+
+__all__ = ["closure_of", "refuse_closure_uses", "tell_of_result"]
+
+log = logging.getLogger(__name__)
+
+_STEPS = 2
+_LOSSES = (1e-6, 1e6)
+_SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
+_judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that use a closure as swapped ones can."""
+
+
+def closure_of(optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a call of `optimizer.step`.
+
+    Raises:
+        TypeError: as from the class.
+        SwapError: there are others, whose values are not the defaults.
+    """
+    if not named and not args:
+        return None
+    closure: Callable[[], Any] | None
+    if len(args) + len(named) == 1 and (args or "closure" in named):
+        (closure,) = args or named.values()
+        return closure
+    signature = inspect.signature(unhooked_step(type(optimizer)))
+    bound = signature.bind_partial(optimizer, *args, **named)
+    given = dict(list(bound.arguments.items())[1:])
+    closure = given.pop("closure", None)
+    others = [name for name, value in given.items() if value is not signature.parameters[name].default]
+    if others:
+        raise SwapError(
+            f"{type(optimizer).__name__}.step was given {', '.join(others)}, and swapped it is called once for each "
+            "bucket, with none but a closure; put what it needs into param_groups, or set offload_optimizer.device to "
+            "none"
+        )
+    return closure
+
+
+@torch.no_grad()
+def refuse_closure_uses(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that is stepped with a closure and does more with it than can be done.
+
+    Raises:
+        ConfigError: naming what it does.
+    """
+    if optimizer in _judged or has_step_of_torch(optimizer):
+        return
+    group = next((group for group in optimizer.param_groups if group["params"]), None)
+    if group is not None:
+        p = group["params"][0]
+        shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
+        for loss in _LOSSES:
+            if why := _other_use(optimizer, group, seeded(shape, p.dtype, 0), loss):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step {why}, and swapped the closure is called once, before the first "
+                    "bucket; call it yourself before optimizer.step(), if that is the same, or set "
+                    "offload_optimizer.device to none"
+                )
+    _judged.add(optimizer)
+
+
+def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor, loss: float) -> str:
+    """What the class does with a closure that swapped cannot be done; "" if nothing."""
+    step = unhooked_step(type(optimizer))
+    by_name = "closure" in inspect.signature(step).parameters
+    without, with_one = (Twin(optimizer, group, [start.clone()]) for _ in range(2))
+    parameter = with_one.parameters[0]
+    for number in range(_STEPS):
+        gradient, other = (seeded(tuple(start.shape), start.dtype, seed) for seed in (number + 1, number + 100))
+        before = parameter.detach().clone()
+        calls: list[bool] = []
+
+        def closure(
+            before: torch.Tensor = before, gradient: torch.Tensor = gradient, calls: list[bool] = calls
+        ) -> torch.Tensor:
+            calls.append(same_bits(parameter.detach(), before))
+            parameter.grad = gradient.clone()
+            return torch.tensor(loss, requires_grad=True, device=parameter.device)
+
+        without.step([gradient])
+        parameter.grad = other
+        try:
+            with seeded_generators(parameter.device, 0):
+                step(with_one.optimizer, *([] if by_name else [closure]), **({"closure": closure} if by_name else {}))
+        except Exception as error:
+            return f"failed in a probe with a closure ({show(error)})"
+        if len(calls) != 1:
+            return f"called its closure {len(calls)} times in a probe"
+        if not all(calls):
+            return "has changed parameters before it calls its closure"
+        states = (twin.optimizer.state[twin.parameters[0]] for twin in (without, with_one))
+        if not same_bits(parameter.detach(), without.parameters[0].detach()) or not equal(*states):
+            return "uses its closure for something else than the gradients, such as the loss"
+    return ""
+
+
+def tell_of_result(optimizer: Optimizer, result: object) -> None:
+    """Say once that what a class's step has returned without a closure is not returned by a swapped one."""
+    if result is not None:
+        warn_once(
+            log,
+            f"{type(optimizer).__name__}.step returns a {type(result).__name__}; swapped it is called for each bucket, "
+            "and step() returns what the closure returns, or None",
+        )
