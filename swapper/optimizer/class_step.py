@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
 from swapper.optimizer.aliases import refuse_new_aliases
+from swapper.optimizer.group_probe import shows_all_groups
 from swapper.optimizer.operands import Operand
 from swapper.optimizer.own_numbers import own_copy
 from swapper.optimizer.records import OpenBucket
@@ -68,7 +69,8 @@ class ClassStep:
             groups[number]["params"].append(tensor)
             states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
         before = [dict(state) for state in states.values()]
-        self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
+        shown = self._among_others(optimizer, groups)
+        self._narrow(optimizer, shown, {tensor: state for tensor, state in states.items() if state})
         given = [
             (made, local_of(made).detach())
             for operand, made in zip(operands, states, strict=True)
@@ -135,7 +137,7 @@ class ClassStep:
         group["params"] = [tensor]
         lent = {k: v for k, v in group.items() if k not in _NO_OPTIONS and isinstance(v, (dict, list, set, tuple))}
         group.update(copy.deepcopy(lent))
-        self._narrow(optimizer, {number: group}, {tensor: state} if state else {})
+        self._narrow(optimizer, self._among_others(optimizer, {number: group}), {tensor: state} if state else {})
         before, given = dict(vars(optimizer)), dict(state)
         shown: dict[str, Any] = {}  # copies of what the class may change in place
         try:
@@ -252,6 +254,13 @@ class ClassStep:
         # Noted before anything is replaced: an interrupt in between is undone by `widen`.
         self._former = {key: getattr(optimizer, key) for key in attributes}
         vars(optimizer).update(attributes)
+
+    def _among_others(self, optimizer: Optimizer, groups: _Groups) -> _Groups:
+        """`groups`, in their order, with the others, without parameters, if the class is to be shown them."""
+        if not shows_all_groups(optimizer):
+            return groups
+        everyone = enumerate(optimizer.param_groups)
+        return {number: groups.get(number) or self._narrowed(number, group) for number, group in everyone}
 
     def _narrowed(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
         # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.

@@ -17,13 +17,13 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.encodings import check_keys, encoder_of, first_index_of, note_if_none
+from swapper.optimizer.group_probe import refuse_group
 from swapper.optimizer.probe import (
     StateSpec,
     is_elementwise,
     keeps_bits,
     learn_state,
     refuse_broken_fused,
-    refuse_mixed_dtypes,
     refuse_parameter,
     same_bits_for_strides,
 )
@@ -260,7 +260,7 @@ class OptimizerPlan:
         positions = itertools.count()
         for number, group in groups:
             options = _options_of(group)
-            refuse_mixed_dtypes(optimizer, group, wanted, self._config)
+            refuse_group(optimizer, group, wanted, self._config)
             for p, position in zip(group["params"], positions, strict=False):
                 if wanted.pop(id(p), None) is None:
                     continue

@@ -6,9 +6,8 @@ parameters nor the global random state.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ __all__ = [
     "keeps_bits",
     "learn_state",
     "refuse_broken_fused",
-    "refuse_mixed_dtypes",
     "refuse_parameter",
     "refuse_unsupported",
     "register_elementwise",
@@ -55,8 +53,6 @@ ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 _CPU = torch.device("cpu")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
-_SCALES = (1.0, 2.0**-12, 2.0**-30)
-"""Of gradients in a trial: the latter two are below what Adafactor takes for 0 in 16 bits, and in 32."""
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REAL_NUMEL = 1 << 18
 """Parameters of at most so many elements are tried in their own shape."""
@@ -169,44 +165,6 @@ def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:
             f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
             "nothing to be exact to; use fused=False"
         )
-
-
-def refuse_mixed_dtypes(
-    optimizer: Optimizer, group: dict[str, Any], wanted: Container[int], config: OffloadConfig
-) -> None:
-    """Refuse parameters whose bits depend on those of another dtype in their group, which may be in another bucket.
-
-    Torch's Adafactor takes its first `eps`, unless it is given, from the dtype of the first parameter that it steps.
-
-    Args:
-        wanted: ids of the parameters that are new; without one in `group` nothing is tried.
-
-    Raises:
-        ConfigError: a trial with small tensors of two of the dtypes had other bits together than one after the other.
-    """
-    if is_elementwise(optimizer) and package_of(optimizer) == "torch":
-        return
-    masters = _LOW_PRECISION if config.offload_optimizer.master_weights else ()
-    shapes: dict[torch.dtype, tuple[int, ...]] = {}
-    for p in group["params"]:
-        if (p.requires_grad or p.grad is not None) and p.numel() and p.dim() <= len(_PRIMES):
-            dtype = torch.float32 if p.dtype in masters else p.dtype
-            shapes.setdefault(dtype, tuple(min(size, _PRIMES[i]) for i, size in enumerate(p.shape)))
-    if len(shapes) < 2 or not any(id(p) in wanted for p in group["params"]):
-        return
-    for pair in itertools.permutations(shapes, 2):
-        for scale in _SCALES:
-            together, apart = (Twin(optimizer, group, [seeded(shapes[each], each, 0) for each in pair]) for _ in "ab")
-            for step in range(_STEPS):
-                gradients = [seeded(shapes[each], each, step + 1) * scale for each in pair]
-                together.step(gradients)
-                _step_apart(apart, gradients)
-            if not all(map(same_bits, *([p.detach() for p in twin.parameters] for twin in (together, apart)))):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} steps parameters of {pair[1]} otherwise if parameters of {pair[0]} "
-                    "are in their group, so they cannot be swapped exactly; make a group for each dtype, or give what "
-                    "the class takes from a dtype itself, such as Adafactor's eps=(1e-30, 1e-3)"
-                )
 
 
 def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: OffloadConfig, remote: bool) -> None:
@@ -488,18 +446,6 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
                 _refuse_coupling(optimizer, group, shape, only_attributes=is_known)
 
 
-def _step_apart(twin: Twin, gradients: Sequence[torch.Tensor]) -> None:
-    """Step one parameter after the other, each with the options that the group had before, as a step has buckets."""
-    before = dict(twin.group)
-    after: dict[str, Any] = {}
-    for i, gradient in enumerate(gradients):
-        twin.group.clear()  # With what the class has put in; of tensors it has copies.
-        twin.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.items()})
-        twin.step([gradient], only=[i])
-        after = dict(twin.group)
-    twin.group.update(after)
-
-
 def _tried_together_and_apart(
     optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], steps: int, size: float
 ) -> Iterator[tuple[Twin, Twin]]:
@@ -517,7 +463,7 @@ def _tried_together_and_apart(
             for t, scale, seed in zip(start, (1, 8), (1, 101), strict=True)
         ]
         together.step(gradients)
-        _step_apart(apart, gradients)
+        apart.step_apart(gradients)
     yield together, apart
 
 
@@ -530,6 +476,20 @@ def _agree(together: Twin, apart: Twin) -> bool:
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())
     return same
+
+
+def _agrees_when_late(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor]) -> bool:
+    """True if it does where a parameter has its first gradient later than another, so that their counts differ."""
+    together, apart = (Twin(optimizer, group, [t.clone() for t in start]) for _ in range(2))
+    try:
+        for step in range(_STEPS):
+            first, second = (seeded(t.shape, t.dtype, 10 * step + i) for i, t in enumerate(start))
+            gradients = [first if step else None, second]
+            together.step(gradients)
+            apart.step_apart(gradients)
+    except ConfigError:  # It takes no parameter without a gradient.
+        return True
+    return _agree(together, apart)
 
 
 def _agrees_at(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], size: float) -> bool:
@@ -578,7 +538,8 @@ def _refuse_coupling(
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
     sizes = _GRADIENT_SIZES_OF_HALF if dtype is torch.float16 else _GRADIENT_SIZES
-    if not _agree(together, apart) or not all(_agrees_at(optimizer, group, start, size) for size in sizes):
+    agrees = _agree(together, apart) and all(_agrees_at(optimizer, group, start, size) for size in sizes)
+    if not agrees or not _agrees_when_late(optimizer, group, start):
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
             "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"

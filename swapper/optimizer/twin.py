@@ -89,8 +89,8 @@ class Twin:
                 }
             return
 
-    def step(self, gradients: Sequence[torch.Tensor], only: Sequence[int] | None = None) -> None:
-        """Step all parameters, or those of these numbers, each with its gradient.
+    def step(self, gradients: Sequence[torch.Tensor | None], only: Sequence[int] | None = None) -> None:
+        """Step all parameters, or those of these numbers, each with its gradient, if it has one.
 
         Raises:
             ConfigError: the class fails.
@@ -98,8 +98,18 @@ class Twin:
         chosen = self.parameters if only is None else [self.parameters[i] for i in only]
         for parameter, gradient in zip(chosen, gradients, strict=True):
             sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
-            parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
+            parameter.grad = None if gradient is None else gradient.to_sparse() if sparse else gradient.clone()
         self.group["params"] = list(chosen)
+        self.call([self.group])
+
+    def call(self, groups: list[dict[str, Any]]) -> None:
+        """Call the class's step with `groups`, whose parameters have gradients.
+
+        Raises:
+            ConfigError: the class fails.
+        """
+        self.optimizer.param_groups = groups
+        chosen = [p for group in groups for p in group["params"]]
         try:
             with seeded_generators(self.parameters[0].device, 0):
                 self.returned = self._step(self.optimizer)
@@ -110,6 +120,23 @@ class Twin:
                 f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}. "
                 f"{train}Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
             ) from error
+
+    def step_apart(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Step one parameter after the other, each with the options that the group had before, as a step has buckets.
+
+        Raises:
+            ConfigError: the class fails.
+        """
+        before = dict(self.group)
+        after: dict[str, Any] = {}
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self.group.clear()  # With what the class has put in; of tensors it has copies.
+            self.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.items()})
+            self.step([gradient], only=[i])
+            after = dict(self.group)
+        self.group.update(after)
 
 
 def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

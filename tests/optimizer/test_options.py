@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import swapper
+from swapper.optimizer import probe
 from swapper.optimizer.twin import equal
 
 PLACES = ["lists", "named tuple", "array", "tensor", "set", "attribute", "attribute array", "of the class", "defaults"]
@@ -227,3 +228,121 @@ def test_a_token_does_not_count_as_a_parameter(nvme_path: Path) -> None:
         optimizer.step()
     assert optimizer.attribute[0][0][0] == 12
     swapper.of(optimizer).close()
+
+
+# --- Several groups ---------------------------------------------------------------------------------------------------
+
+
+class OfGroups(torch.optim.Optimizer):
+    """Momentum, with a learning rate that `rate` takes from any group."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.first_rates = [group["lr"] for group in self.param_groups]
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            group["count"] += 1
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(0.9).add_(p.grad)
+                p.sub_(mean, alpha=self.rate(number, group) / (1 + group["count"]))
+
+
+class FirstRate(OfGroups):
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(self.param_groups[0]["lr"])
+
+
+class LargestRate(OfGroups):
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(max(each["lr"] for each in self.param_groups))
+
+
+class RatesByNumber(OfGroups):
+    """As AdaBound has them."""
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(self.first_rates[number] * group["lr"])
+
+
+class NoneIsEmpty(OfGroups):
+    """Fails with a group without parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            torch.stack([p.sum() for p in group["params"]])
+        super().step()
+
+
+class FirstRateOfSome(NoneIsEmpty, FirstRate):
+    pass
+
+
+def several(cls: Any, config: swapper.OffloadConfig | None, groups: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 40), nn.Linear(40, 8))
+    given = [{"params": [*layer.parameters()], "lr": 1e-3 * (1 + i)} for i, layer in enumerate(model)]
+    optimizer = cls(given[:groups])
+    if config is not None:
+        swapper.wrap_optimizer(optimizer, config)
+    for step in range(5):
+        if step == 2:
+            for group in given[groups:]:
+                optimizer.add_param_group(group)
+            optimizer.first_rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        (model(torch.randn(8, 96, generator=torch.Generator().manual_seed(step))) - 1).square().mean().backward()
+        if step == 3:
+            model[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("elementwise", [False, True], ids=["whole", "segments"])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("cls", [OfGroups, FirstRate, LargestRate, RatesByNumber, NoneIsEmpty])
+def test_a_class_finds_all_groups_wherever_it_is_in_a_step(
+    cls: Any, groups: int, elementwise: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if elementwise:
+        monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, cls})
+    plain, ours = several(cls, None, groups), several(cls, config_of(nvme_path, "on"), groups)
+    check(ours[0], plain[0])
+    assert equal(options_of(ours[1]), options_of(plain[1]))
+    swapper.of(ours[1]).close()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_class_that_needs_another_group_and_takes_none_that_is_empty_is_refused(groups: int, nvme_path: Path) -> None:
+    with pytest.raises(
+        swapper.ConfigError, match="FirstRateOfSome takes what belongs to one parameter group for anoth"
+    ):
+        several(FirstRateOfSome, config_of(nvme_path), groups)
+
+
+class CountOfTheFirst(OfGroups):
+    """Its count of steps is that of the first parameter, of which others may have fewer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state.setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(state["mean"], alpha=group["lr"] / self.state[parameters[0]]["step"])
+
+
+def test_a_class_that_takes_a_count_of_another_parameter_is_refused(nvme_path: Path) -> None:
+    with pytest.raises(swapper.ConfigError, match="CountOfTheFirst computes something else"):
+        several(CountOfTheFirst, config_of(nvme_path), 1)

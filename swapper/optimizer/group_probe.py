@@ -1,0 +1,167 @@
+"""Probes whether parameters of a group, or of several groups, are stepped by themselves."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError
+from swapper.optimizer.probe import is_elementwise
+from swapper.optimizer.step_function import has_step_of_torch
+from swapper.optimizer.twin import Twin, equal, package_of, same_bits, seeded
+
+__all__ = ["refuse_group", "shows_all_groups"]
+
+_SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
+_STEPS = 3
+_SCALES = (1.0, 2.0**-12, 2.0**-30)
+"""Of gradients in a trial: the latter two are below what Adafactor takes for 0 in 16 bits, and in 32."""
+_GROUPS_MAX = 4
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_judged: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+"""How many groups they had, and whether they are shown all."""
+
+
+def refuse_group(optimizer: Optimizer, group: dict[str, Any], wanted: Container[int], config: OffloadConfig) -> None:
+    """Refuse new parameters of a group that are stepped otherwise by themselves.
+
+    Args:
+        wanted: ids of the parameters that are new; without one in `group` nothing is tried.
+
+    Raises:
+        ConfigError: a trial with small tensors had other bits together than one after the other.
+    """
+    if is_elementwise(optimizer) and package_of(optimizer) == "torch":
+        return
+    if any(id(p) in wanted for p in group["params"]):
+        _judge_groups(optimizer)
+        _refuse_mixed_dtypes(optimizer, group, config)
+
+
+def shows_all_groups(optimizer: Optimizer) -> bool:
+    """True if the class is to be shown all groups in each part of a step, those that have no part in it empty.
+
+    So whatever it takes from another group is there. Some classes fail with a group that is empty.
+    """
+    return _judged.get(optimizer, (0, False))[1]
+
+
+def _judge_groups(optimizer: Optimizer) -> None:
+    """See how the class is to be shown its groups.
+
+    Raises:
+        ConfigError: it steps a group otherwise by itself, and with all others empty, too.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    count = len(optimizer.param_groups)
+    if count < 2 or has_step_of_torch(optimizer) or _judged.get(optimizer, (0, False))[0] == count:
+        return
+    tried = [*groups[: _GROUPS_MAX - 1], *groups[_GROUPS_MAX - 1 :][-1:]]
+    together = _Groups(optimizer, tried)
+    for step in range(_STEPS):
+        together.step(step, [range(len(tried))], shows_all=False)
+    for shows_all in (True, False):
+        apart = _Groups(optimizer, tried)
+        try:
+            for step in range(_STEPS):
+                apart.step(step, [[number] for number in range(len(tried))], shows_all=shows_all)
+        except ConfigError:
+            continue
+        if together.equals(apart):
+            _judged[optimizer] = count, shows_all
+            return
+    raise ConfigError(
+        f"{type(optimizer).__name__} takes what belongs to one parameter group for another, and swapped it is shown "
+        "parameters of one bucket at a time; have it read the options of the group that it steps, make one group, or "
+        "set offload_optimizer.device to none"
+    )
+
+
+class _Groups:
+    """Twins over a parameter of each of several groups, of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+        self.twins = []
+        for number, group in enumerate(groups):
+            p = group["params"][0]
+            shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
+            twin = Twin(optimizer, group, [seeded(shape, p.dtype, number)])
+            for key, value in twin.group.items():
+                if isinstance(value, float):  # So that each has others, as a schedule may give them.
+                    twin.group[key] = value * (1 - number / 16)
+            self.twins.append(twin)
+        self._first = self.twins[0]
+        for twin in self.twins[1:]:
+            self._first.optimizer.state.update(twin.optimizer.state)
+
+    def step(self, number: int, parts: Sequence[Sequence[int]], *, shows_all: bool) -> None:
+        """Step the groups of each part at once, each with the options that it had before.
+
+        Args:
+            number: of the step.
+            shows_all: the class sees the others, too, without parameters.
+        """
+        before = [dict(twin.group) for twin in self.twins]
+        after = list(before)
+        for twin in self.twins:
+            p = twin.parameters[0]
+            p.grad = seeded(tuple(p.shape), p.dtype, 100 + number)
+        for part in parts:
+            for each, (twin, options) in enumerate(zip(self.twins, before, strict=True)):
+                twin.group.clear()
+                twin.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
+                twin.group["params"] = list(twin.parameters) if each in part else []
+            shown = range(len(self.twins)) if shows_all else part
+            self._first.call([self.twins[each].group for each in shown])
+            for each in part:
+                after[each] = dict(self.twins[each].group)
+        for twin, options in zip(self.twins, after, strict=True):
+            twin.group.clear()
+            twin.group.update(options, params=list(twin.parameters))
+
+    def equals(self, other: _Groups) -> bool:
+        """True if parameters, their state and options are the same."""
+        pairs = [*zip(self.twins, other.twins, strict=True)]
+        return all(
+            same_bits(a.parameters[0].detach(), b.parameters[0].detach())
+            and equal(self._first.optimizer.state[a.parameters[0]], other._first.optimizer.state[b.parameters[0]])
+            and equal(*({k: v for k, v in twin.group.items() if k != "params"} for twin in (a, b)))
+            for a, b in pairs
+        )
+
+
+def _refuse_mixed_dtypes(optimizer: Optimizer, group: dict[str, Any], config: OffloadConfig) -> None:
+    """Refuse parameters whose bits depend on those of another dtype in their group, which may be in another bucket.
+
+    Torch's Adafactor takes its first `eps`, unless it is given, from the dtype of the first parameter that it steps.
+
+    Raises:
+        ConfigError: a trial with small tensors of two of the dtypes had other bits together than one after the other.
+    """
+    masters = _LOW_PRECISION if config.offload_optimizer.master_weights else ()
+    shapes: dict[torch.dtype, tuple[int, ...]] = {}
+    for p in group["params"]:
+        if (p.requires_grad or p.grad is not None) and p.numel() and p.dim() <= len(_SIZES):
+            dtype = torch.float32 if p.dtype in masters else p.dtype
+            shapes.setdefault(dtype, tuple(min(size, _SIZES[i]) for i, size in enumerate(p.shape)))
+    if len(shapes) < 2:
+        return
+    for pair in itertools.permutations(shapes, 2):
+        for scale in _SCALES:
+            together, apart = (Twin(optimizer, group, [seeded(shapes[each], each, 0) for each in pair]) for _ in "ab")
+            for step in range(_STEPS):
+                gradients = [seeded(shapes[each], each, step + 1) * scale for each in pair]
+                together.step(gradients)
+                apart.step_apart(gradients)
+            if not all(map(same_bits, *([p.detach() for p in twin.parameters] for twin in (together, apart)))):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} steps parameters of {pair[1]} otherwise if parameters of {pair[0]} "
+                    "are in their group, so they cannot be swapped exactly; make a group for each dtype, or give what "
+                    "the class takes from a dtype itself, such as Adafactor's eps=(1e-30, 1e-3)"
+                )
