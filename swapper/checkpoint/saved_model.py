@@ -542,7 +542,9 @@ class _Joined(Source):
         self._checkpoint = checkpoint
 
     def real(self) -> torch.Tensor:
-        """Read it, anew each time."""
+        """Read it, anew each time, until somebody has written to it."""
+        if self.own is not None:
+            return self.own
         try:
             return self._stream.read(0, self._stream.numel).view(self.shape)
         except SwapError as error:
@@ -560,6 +562,8 @@ class _Checked(FromFile):
     def real(self) -> torch.Tensor:
         """Read it, anew each time."""
         checkpoint = self._checkpoint
+        if self.own is not None:
+            return self.own
         try:
             values = super().real()
             checkpoint.check(self._saved.file, checksum(values), self._saved.crc32c, self._name)

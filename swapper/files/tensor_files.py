@@ -280,7 +280,7 @@ class TensorReader:
 
 
 class FromFile(Source):
-    """The values of a tensor in a file, read anew each time."""
+    """The values of a tensor in a file, read anew each time, until somebody has written to them."""
 
     def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
@@ -290,4 +290,4 @@ class FromFile(Source):
 
     def real(self) -> torch.Tensor:
         """The tensor, in memory of its own."""
-        return self._reader.read(self._stored)
+        return self._reader.read(self._stored) if self.own is None else self.own

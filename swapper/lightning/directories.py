@@ -180,7 +180,7 @@ class Directories:
         state = checkpoint["state_dict"]
         if (
             state.keys() != opened.state_dict.keys()
-            or any(state[name] is not value for name, value in opened.state_dict.items())
+            or any(state[name] is not view or view.source.own is not None for name, view in opened.state_dict.items())
             or opened.converts(model)  # Lightning loads a model before it gives it the dtype of a "true" precision.
         ):
             return False

@@ -51,6 +51,8 @@ class Source:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device = torch.device("cpu")
+    own: torch.Tensor | None = None
+    """What somebody has made of values that are read anew each time; it stays in memory."""
 
     def homes(self) -> Sequence[Home]:
         """The homes whose values must be in memory for `real`. None here: it is read."""
@@ -59,6 +61,10 @@ class Source:
     def real(self) -> torch.Tensor:
         """The tensor itself."""
         raise NotImplementedError
+
+    def written(self, values: torch.Tensor) -> None:
+        """What `real` gave was written to: it is not to be read again."""
+        self.own = values
 
     def mapped_copy(self) -> torch.Tensor:
         """The values at an address of the host that stays theirs as long as somebody has the tensor."""
@@ -94,6 +100,9 @@ class ViewOfParameter(Source):
         """
         self._check()
         return self.parameter.detach()
+
+    def written(self, values: torch.Tensor) -> None:
+        """Nothing is to be done: it is the parameter's own memory."""
 
     def _check(self) -> None:
         now, packed = self.parameter, is_packed(self.parameter)
@@ -392,16 +401,46 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
             item.bring_back()
     plainly = nullcontext() if unfilled and not bare else torch._C.DisableTorchFunctionSubclass()
     with present(homes), plainly:
-        real = {key: view.source.real() for key, view in views.items()}
+        wholes = _Wholes()
+        real = {key: wholes.real(view.source) for key, view in views.items()}
         if views:
             args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
         result = run_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
         if not views:
             return result
+        wholes.note_written(func, kwargs)
         view_of = {id(real[key]): view for key, view in views.items()}  # What works in place gives it back.
         if type(result) in (list, tuple):
             return type(result)(view_of.get(id(item), item) for item in result)
         return view_of.get(id(result), result)
+
+
+class _Wholes:
+    """The values of the tensors that the views of one call are parts of, and whether the call has written to them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Source, torch.Tensor, int]] = {}
+
+    def real(self, source: Source) -> torch.Tensor:
+        """The values of `source`. Parts of one tensor share its memory."""
+        whole = source.whole if isinstance(source, PartOfView) else source
+        if id(whole) not in self._found:
+            values = whole.real()
+            self._found[id(whole)] = whole, values, 0 if values.is_inference() else values._version
+        values = self._found[id(whole)][1]
+        return source.of(values) if isinstance(source, PartOfView) else values
+
+    def note_written(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        """Tell sources that give other memory each time what was written, which would be lost."""
+        name = getattr(func, "__name__", "").partition(".")[0]
+        may_write = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        for whole, values, version in self._found.values():
+            if may_write if values.is_inference() else values._version != version:
+                whole.written(values)
+
+
+_WRITES = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))})
+"""Functions that write, with names that do not say so."""
 
 
 def _lacks_values(item: object) -> bool:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import CHANGES, Changing, Versioned, whole
 from checkpoints import SmallNet as Net
 from checkpoints import SmallTraining as Training
-from checkpoints import Versioned, whole
 from isolation import in_forked_child
 from launcher import run_program
 from safetensors import safe_open
@@ -576,6 +576,21 @@ def test_versions_of_modules(way: str, tmp_path: Path) -> None:
     else:
         swapper.load_checkpoint(path, other)
     assert bits(other.state_dict()) == bits(model.state_dict())
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("width", [16, 2100])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_module_changes_in_the_state_dict_is_loaded(change: str, width: int, mode: Any, tmp_path: Path) -> None:
+    if width > 16 and (change not in ("in place", "of a view") or mode is torch.inference_mode):
+        return
+    torch.manual_seed(0)
+    saved, plain, ours = nn.Linear(width, width), Changing(change, width), Changing(change, width)
+    plain.load_state_dict({name: value.clone() for name, value in saved.state_dict().items()})
+    swapper.save_checkpoint(tmp_path / "it", saved)
+    with mode():
+        swapper.load_checkpoint(tmp_path / "it", ours)
+    assert bits(ours.state_dict()) == bits(plain.state_dict())
 
 
 def test_a_state_dict_without_versions_is_loaded_without(tmp_path: Path) -> None:

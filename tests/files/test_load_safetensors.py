@@ -15,12 +15,13 @@ import hypothesis
 import pytest
 import safetensors.torch
 import torch
+from checkpoints import CHANGES, Changing
 from hypothesis import strategies
 from launcher import run_program
 from models import CASES, WIDTH, Llama, Mlp
 from repository import BENCHMARK
 from torch import nn
-from twins import adamw, bits, close, config_for, offloaded, on_meta, small_records, values_of
+from twins import adamw, bits, close, config_for, offloaded, on_meta, small_records, swapper_of, values_of
 
 import swapper
 from swapper.files.tensor_files import read_header
@@ -134,6 +135,27 @@ def test_training_goes_on_from_what_was_loaded(nvme_path: Path, tmp_path: Path) 
             its.zero_grad()
     assert values_of(model) == values_of(plain)
     close(model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["memory", "drive"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_module_changes_in_the_state_dict_is_loaded(
+    change: str, where: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain, ours = (nn.Sequential(Changing(change, 80), nn.Linear(80, 80)) for _ in range(2))
+    state = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80)).state_dict()
+    safetensors.torch.save_file(state, tmp_path / "it.safetensors")
+    plain.load_state_dict({name: value.clone() for name, value in state.items()})
+    if where == "drive":
+        with small_records():
+            swapper.offload(ours, config=config_for(nvme_path))
+    swapper.load_safetensors(ours, tmp_path / "it.safetensors")
+    assert bits({name: value + 0 for name, value in ours.state_dict().items()}) == bits(
+        {name: value + 0 for name, value in plain.state_dict().items()}
+    )
+    if where == "drive":
+        swapper_of(ours).close()
 
 
 @pytest.mark.parametrize("first", ["embedding.weight", "lm_head.weight"])

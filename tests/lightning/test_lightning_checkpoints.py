@@ -304,11 +304,19 @@ class Hooked(Net):
         checkpoint["state_dict"]["second.bias"] = checkpoint["state_dict"]["second.bias"] + 1
 
 
+class HookedInPlace(Hooked):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = tuple(checkpoint["mine"])
+        checkpoint["state_dict"]["second.weight"].mul_(0.5)
+        checkpoint["state_dict"]["second.bias"][:3] += 1
+
+
+@pytest.mark.parametrize("module", [Hooked, HookedInPlace])
 @pytest.mark.parametrize("what", ["state", ALL])
-def test_hooks_see_and_change_what_they_always_do(what: str, nvme_path: Path, tmp_path: Path) -> None:
+def test_hooks_see_and_change_what_they_always_do(what: str, module: Any, nvme_path: Path, tmp_path: Path) -> None:
     def run(strategy: Any, path: Path) -> Any:
-        fit(strategy(), Hooked).save_checkpoint(path)
-        trainer = fit(strategy(), Hooked, ckpt_path=path, max_epochs=3)
+        fit(strategy(), module).save_checkpoint(path)
+        trainer = fit(strategy(), module, ckpt_path=path, max_epochs=3)
         return facts(trainer), trainer.lightning_module.seen
 
     stock = run(lambda: "auto", tmp_path / "stock.ckpt")

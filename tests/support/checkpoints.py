@@ -43,6 +43,48 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
+def _set(weight: torch.Tensor) -> None:
+    weight[0] = 7
+
+
+def _subtract(weight: torch.Tensor) -> None:
+    weight -= 1
+
+
+def _move_within(weight: torch.Tensor) -> None:
+    weight[0].copy_(weight[1])
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda weight: weight.div_(2),
+    "subtracted": _subtract,
+    "set": _set,
+    "copied": lambda weight: weight.copy_(torch.ones_like(weight)),
+    "within": _move_within,
+    "of data": lambda weight: weight.data.mul_(3),
+    "of a view": lambda weight: weight.view(-1)[3:9].zero_(),
+    "of a view of a view": lambda weight: weight.t().narrow(0, 1, 2)[:, 1].neg_(),
+    "initialised": lambda weight: nn.init.constant_(weight, 0.5),
+    "out": lambda weight: torch.add(weight, 1, out=weight),
+    "several": lambda weight: torch._foreach_mul_([weight, weight[1]], 2),  # type: ignore[func-returns-value]
+    "twice": lambda weight: (weight.add_(1), weight.mul_(2)),
+    "only read": lambda weight: (weight * 2, weight.sum(), weight.clone().zero_()),
+}
+"""What a module, or a hook, may do to a tensor of a state dict while it is loaded."""
+
+
+class Changing(nn.Linear):
+    """Does one of `CHANGES` to its weight in a state dict."""
+
+    def __init__(self, change: str, width: int) -> None:
+        super().__init__(width, width)
+        self.change = CHANGES[change]
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.change(state[f"{prefix}weight"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
 class SmallNet(nn.Module):
     """Parameters that are swapped and that are not, and a buffer."""
 
