@@ -41,6 +41,7 @@ def refuse_group(optimizer: Optimizer, group: dict[str, Any], wanted: Container[
         return
     if any(id(p) in wanted for p in group["params"]):
         _judge_groups(optimizer)
+        _refuse_changed_gradients(optimizer, group, config)
         _refuse_mixed_dtypes(optimizer, group, config)
 
 
@@ -133,6 +134,33 @@ class _Groups:
             and equal(self._first.optimizer.state[a.parameters[0]], other._first.optimizer.state[b.parameters[0]])
             and equal(*({k: v for k, v in twin.group.items() if k != "params"} for twin in (a, b)))
             for a, b in pairs
+        )
+
+
+def _refuse_changed_gradients(optimizer: Optimizer, group: dict[str, Any], config: OffloadConfig) -> None:
+    """Refuse a class whose step changes gradients, or takes them away, where it is given copies of them, or parts.
+
+    Raises:
+        ConfigError: as above.
+    """
+    swapped = config.offload_gradient.device != "none"
+    if has_step_of_torch(optimizer) or not (swapped or is_elementwise(optimizer)):
+        return
+    p = next((p for p in group["params"] if p.numel() and p.dim() <= len(_SIZES)), None)
+    if p is None:
+        return
+    shape = tuple(min(size, _SIZES[i]) for i, size in enumerate(p.shape))
+    gradient = seeded(shape, p.dtype, 1)
+    twin = Twin(optimizer, group, [seeded(shape, p.dtype, 0)])
+    twin.step([gradient])
+    left, given = twin.parameters[0].grad, twin.given[0]
+    is_there = left is not None and left is given
+    if not is_there or (swapped and left is not None and not left.is_sparse and not same_bits(left, gradient)):
+        how = "changes gradients in its step" if is_there else "takes gradients away in its step"
+        what = "set offload_gradient.device to none" if swapped else "do not register it as elementwise"
+        raise ConfigError(
+            f"{type(optimizer).__name__} {how}, and swapped it is given copies of them, or parts, so that p.grad would "
+            f"stay as it was; have it leave them alone and call zero_grad() yourself, or {what}"
         )
 
 

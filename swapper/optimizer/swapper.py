@@ -305,7 +305,7 @@ class OptimizerSwapper:
     ) -> None:
         """Replace all state by what `fill` puts into the records. `parameters` are those that get state."""
         self._guard.check_open()
-        optimizer = self._optimizer()
+        self._take_replaced(optimizer := self._optimizer())  # A class's own load_state_dict may have.
         self._follower.follow(optimizer)
         self._follower.extend(optimizer, parameters)
         with self._guard.replacing("loading a checkpoint"), modes_kept():

@@ -70,6 +70,7 @@ class Twin:
             self._give_initial_state(optimizer, group)
         self.group["params"] = self.parameters
         self.returned: object = None  # by the last step
+        self.given: list[torch.Tensor | None] = []  # the gradients of the last step
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
@@ -99,6 +100,7 @@ class Twin:
         for parameter, gradient in zip(chosen, gradients, strict=True):
             sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
             parameter.grad = None if gradient is None else gradient.to_sparse() if sparse else gradient.clone()
+        self.given = [parameter.grad for parameter in chosen]
         self.group["params"] = list(chosen)
         self.call([self.group])
 

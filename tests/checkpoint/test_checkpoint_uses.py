@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import importlib
 import json
 import os
 import resource
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +340,44 @@ def trained_by(kind: Any, path: Path | None, steps: int) -> Training:
 
 def whole_state(training: Training) -> Any:
     return bits([dict(training.model.state_dict()), training.optimizer.state_dict()])
+
+
+class SetsItsState(torch.optim.AdamW):
+    """Has a `load_state_dict` that knows nothing of torch's hooks, as those of bitsandbytes."""
+
+    def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
+        given = copy.deepcopy(state_dict)
+        ids = [i for group in given["param_groups"] for i in group["params"]]
+        known = dict(zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True))
+        state: Any = defaultdict(dict, {known.get(key, key): value for key, value in given["state"].items()})
+        groups = [
+            {**new, "params": old["params"]} for old, new in zip(self.param_groups, given["param_groups"], strict=True)
+        ]
+        self.__setstate__({"state": state, "param_groups": groups})
+
+
+def bitsandbytes(name: str) -> Any:
+    pytest.importorskip("bitsandbytes")
+    made = getattr(importlib.import_module("bitsandbytes.optim"), name)
+    return lambda parameters, lr: made(parameters, lr=lr)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["SetsItsState", "AdamW", "AdamW8bit", "Lion8bit"])
+@pytest.mark.parametrize("before", [None, "nvme"])
+@pytest.mark.parametrize("after", [None, "nvme"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_class_that_loads_without_hooks_has_its_state(
+    kind: str, before: Any, after: Any, steps: int, tmp_path: Path
+) -> None:
+    make = SetsItsState if kind == "SetsItsState" else bitsandbytes(kind)
+    first = trained_by(make, tmp_path if before else None, 3)
+    swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    second = trained_by(make, tmp_path if after else None, steps)
+    swapper.load_checkpoint(tmp_path / "saved", second.model, second.optimizer)
+    second.turn = first.turn
+    assert whole_state(second) == whole_state(first) and second.optimizer.state_dict()["state"]
+    assert whole_state(second.steps(2)) == whole_state(first.steps(2))
 
 
 @pytest.mark.parametrize("kind", ADDING)

@@ -346,3 +346,59 @@ class CountOfTheFirst(OfGroups):
 def test_a_class_that_takes_a_count_of_another_parameter_is_refused(nvme_path: Path) -> None:
     with pytest.raises(swapper.ConfigError, match="CountOfTheFirst computes something else"):
         several(CountOfTheFirst, config_of(nvme_path), 1)
+
+
+class ChangesGradients(OfGroups):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=0.1)
+        super().step()
+
+
+class TakesGradients(OfGroups):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+@pytest.mark.parametrize("where", ["none", "nvme", "cpu"])
+@pytest.mark.parametrize("cls", [ChangesGradients, TakesGradients])
+def test_what_a_class_does_to_gradients_is_done_or_refused(cls: Any, where: str, nvme_path: Path) -> None:
+    """A loop that does not call `zero_grad` sees it."""
+
+    def train(swapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 8))
+        optimizer = cls(model.parameters())
+        if swapped:
+            config = swapper.OffloadConfig(
+                **{**config_of(nvme_path).model_dump(), "offload_gradient": {"device": where}, "pool_bytes": "4MiB"}
+            )
+            swapper.offload(model, optimizer, config)
+        for step in range(4):
+            model(torch.randn(4, 96, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(False)
+    if where != "none":
+        with pytest.raises(
+            swapper.ConfigError, match=rf"{cls.__name__} .* gradients .*offload_gradient.device to none"
+        ):
+            train(True)
+        return
+    assert all(torch.equal(p, q) for p, q in zip(train(True), expected, strict=True))
+
+
+def test_a_registered_class_that_takes_gradients_away_is_refused(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, TakesGradients})
+    with pytest.raises(swapper.ConfigError, match=r"TakesGradients takes gradients away .* do not register it"):
+        swapper.wrap_optimizer(TakesGradients([nn.Parameter(torch.ones(96, 96))]), config_of(nvme_path))
