@@ -39,15 +39,17 @@ _Groups = dict[int, dict[str, Any]]
 class ClassStep:
     """Calls the class, once for each bucket of a step, and remembers what it changes in its groups until the end.
 
-    With `remote` parameters are on an accelerator, and all that the class is shown is on the host.
+    With `remote` parameters are on an accelerator, and all that the class is shown is on the host. With `any_order`
+    buckets come in another order than parameters, so that random numbers would be others.
 
     Raises:
         ConfigError: as `class_step`.
     """
 
-    def __init__(self, cls: type[Optimizer], remote: bool) -> None:
+    def __init__(self, cls: type[Optimizer], remote: bool, any_order: bool = False) -> None:
         self._step = class_step(cls)
         self._remote = remote
+        self._may_not_draw = any_order and not cls.__module__.startswith("torch.")
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._changes: _Groups = {}  # values of groups that the class changed
         self._clones: dict[tuple[int, str], torch.Tensor] = {}  # of tensors in groups that are on an accelerator
@@ -76,7 +78,13 @@ class ClassStep:
             for operand, made in zip(operands, states, strict=True)
             if made is not operand.segment.parameter
         ]
+        drawn = torch.get_rng_state() if self._may_not_draw else None
         self._step(optimizer)
+        if drawn is not None and not torch.equal(drawn, torch.get_rng_state()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} draws random numbers in its step, and with step_in_backward parameters "
+                "are stepped in another order, with others; set offload_optimizer.step_in_backward to false"
+            )
         for made, values in given:  # What it has assigned to `data` of a tensor of ours belongs in its memory.
             if local_of(made).data_ptr() != values.data_ptr():
                 values.copy_(local_of(made).detach())

@@ -25,6 +25,7 @@ from swapper.optimizer.step_arguments import tell_of_result
 from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
+from swapper.tensors.evicted import is_ordinary
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_dense, is_plain
@@ -182,6 +183,11 @@ def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: Offl
             "and DTensors of those, can be swapped"
         )
     if local is parameter:
+        if config.offload_optimizer.step_in_backward and not is_ordinary(parameter):
+            raise ConfigError(
+                f"offload_optimizer.step_in_backward: true: a parameter is a {type(parameter).__name__}, and only "
+                "gradients of ordinary parameters can be taken in backward; set it to false"
+            )
         return
     what = f"a parameter is a DTensor of shape {tuple(parameter.shape)}"
     if remote and not is_elementwise(optimizer):

@@ -68,7 +68,7 @@ class Stepper:
         self.entered: list[Segment] = []
         self.done = 0
         self.stepping = False
-        self._class_step = ClassStep(cls, plan.remote)
+        self._class_step = ClassStep(cls, plan.remote, plan.step_in_backward)
         self._native = NativeSteps(self._class_step, plan.native_step)
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool

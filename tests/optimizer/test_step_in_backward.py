@@ -557,3 +557,57 @@ def test_a_thread_of_autograd_steps_with_as_many_threads_as_the_program(
     assert threads_in_backward(device) == torch.get_num_threads() == wanted
     assert all(map(same_bits, found, expected))
     assert "cut anew" not in caplog.text
+
+
+class OfItsOwn(nn.Parameter):
+    pass
+
+
+def test_a_parameter_of_a_class_of_its_own_is_refused(nvme_path: Path) -> None:
+    """Its gradient is not seen to be given back; so a second backward was said to come too soon."""
+    optimizer = torch.optim.AdamW([OfItsOwn(torch.ones(8))])
+    with pytest.raises(swapper.ConfigError, match=r"a parameter is a OfItsOwn.*taken in backward; set it to false"):
+        swapper.wrap_optimizer(
+            optimizer,
+            swapper.OffloadConfig(nvme_path=nvme_path, offload_optimizer={"device": "nvme", "step_in_backward": True}),
+        )
+
+
+class Drawing(torch.optim.Optimizer):
+    """Draws random numbers for large parameters: the trial has small ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(mean if p.numel() < 4096 else mean * torch.rand_like(p), alpha=0.01)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_class_that_draws_random_numbers_is_stepped_in_order_or_refused(in_backward: bool, nvme_path: Path) -> None:
+    def train(swapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 80))
+        optimizer = Drawing(model.parameters())
+        if swapped:
+            offload = {"device": "nvme", "step_in_backward": in_backward}
+            settings: dict[str, Any] = {"nvme_path": nvme_path, "pool_bytes": "8MiB", "bucket_bytes": "16KiB"}
+            swapper.wrap_optimizer(optimizer, swapper.OffloadConfig(**settings, offload_optimizer=offload))
+        for _ in range(3):
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(False)
+    if in_backward:
+        with pytest.raises(
+            swapper.ConfigError, match="Drawing draws random numbers in its step, and with step_in_back"
+        ):
+            train(True)
+        return
+    assert all(torch.equal(p, q) for p, q in zip(train(True), expected, strict=True))
