@@ -31,7 +31,7 @@ from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import PLAIN_DTYPES
 from swapper.tensors.sharded import Box, Sharding, box_of, is_sharded, local_of
-from swapper.tensors.strides import contiguous_stride, is_dense
+from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_dense
 
 __all__ = [
     "StateDict",
@@ -195,6 +195,11 @@ def _local_state(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> dict
     for key, value in state.items():
         if is_sharded(value) and not _is_sharded_like(value, p):
             raise _other_sharding(key, name)
+        if isinstance(value, torch.Tensor) and not is_sharded(value) and not has_ordinary_class(value):
+            raise SwapError(
+                f"state {key!r} of {name or 'a parameter'} is a {type(value).__name__}, of which more than values "
+                "would have to be saved; save the optimizer's state_dict() with torch.save, and the model without it"
+            )
     return {key: local_of(value) if is_sharded(value) else value for key, value in state.items()}
 
 

@@ -356,6 +356,18 @@ class SetsItsState(torch.optim.AdamW):
         self.__setstate__({"state": state, "param_groups": groups})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_state_of_a_class_of_somebodys_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    model = nn.Linear(64, 64)
+    optimizer = importlib.import_module("torchao.optim").AdamW8bit(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(SwapError, match=r"state 'exp_avg' of weight is a OptimState8bit.*with torch.save"):
+        swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    assert not (tmp_path / "saved").exists()
+
+
 def bitsandbytes(name: str) -> Any:
     pytest.importorskip("bitsandbytes")
     made = getattr(importlib.import_module("bitsandbytes.optim"), name)
