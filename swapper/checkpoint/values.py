@@ -133,8 +133,10 @@ class _Encoder(Walk):
         kind = type(value)
         if kind in _LEAVES:
             return _LEAVES[kind](value)
-        can_change = kind in _CONTAINERS or isinstance(value, torch.Tensor) or hasattr(kind, "__array_interface__")
-        if kind in (tuple, frozenset) or not can_change or self._is_hashed():
+        numpy = sys.modules.get("numpy")
+        is_array = isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+        can_change = is_array or (kind in _CONTAINERS and kind not in (tuple, frozenset))
+        if not can_change or self._is_hashed():
             return self._one(value)
         if id(value) in self._seen and id(value) not in self._open:
             self.again.add(id(value))
