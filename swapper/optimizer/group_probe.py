@@ -23,6 +23,7 @@ _STEPS = 3
 _SCALES = (1.0, 2.0**-12, 2.0**-30)
 """Of gradients in a trial: the latter two are below what Adafactor takes for 0 in 16 bits, and in 32."""
 _GROUPS_MAX = 4
+_SHOWN_MAX = 32
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _judged: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 """How many groups they had, and whether they are shown all."""
@@ -67,7 +68,8 @@ def _judge_groups(optimizer: Optimizer) -> None:
     together = _Groups(optimizer, tried)
     for step in range(_STEPS):
         together.step(step, [range(len(tried))], shows_all=False)
-    for shows_all in (True, False):
+    # All of many groups in each of many buckets take long, so then only if that is needed.
+    for shows_all in (True, False) if count <= _SHOWN_MAX else (False, True):
         apart = _Groups(optimizer, tried)
         try:
             for step in range(_STEPS):
@@ -84,6 +86,13 @@ def _judge_groups(optimizer: Optimizer) -> None:
     )
 
 
+def _scaled(value: Any, factor: float) -> Any:
+    """An option that is other than that of other groups, as a schedule may make it."""
+    if isinstance(value, float):
+        return value * factor
+    return tuple(_scaled(each, factor) for each in value) if type(value) is tuple else value
+
+
 class _Groups:
     """Twins over a parameter of each of several groups, of one optimizer."""
 
@@ -93,9 +102,7 @@ class _Groups:
             p = group["params"][0]
             shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
             twin = Twin(optimizer, group, [seeded(shape, p.dtype, number)])
-            for key, value in twin.group.items():
-                if isinstance(value, float):  # So that each has others, as a schedule may give them.
-                    twin.group[key] = value * (1 - number / 16)
+            twin.group.update({key: _scaled(value, 1 - number / 16) for key, value in twin.group.items()})
             self.twins.append(twin)
         self._first = self.twins[0]
         for twin in self.twins[1:]:

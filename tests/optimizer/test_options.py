@@ -271,6 +271,18 @@ class RatesByNumber(OfGroups):
         return float(self.first_rates[number] * group["lr"])
 
 
+class FirstPair(OfGroups):
+    """Takes what is in a tuple from the first group."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["betas"] = (0.5, 0.25)
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(group["lr"] * self.param_groups[0].get("betas", (0.5, 0.25))[0])
+
+
 class NoneIsEmpty(OfGroups):
     """Fails with a group without parameters."""
 
@@ -309,7 +321,7 @@ def several(cls: Any, config: swapper.OffloadConfig | None, groups: int) -> tupl
 
 @pytest.mark.parametrize("elementwise", [False, True], ids=["whole", "segments"])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("cls", [OfGroups, FirstRate, LargestRate, RatesByNumber, NoneIsEmpty])
+@pytest.mark.parametrize("cls", [OfGroups, FirstRate, LargestRate, RatesByNumber, FirstPair, NoneIsEmpty])
 def test_a_class_finds_all_groups_wherever_it_is_in_a_step(
     cls: Any, groups: int, elementwise: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +339,26 @@ def test_a_class_that_needs_another_group_and_takes_none_that_is_empty_is_refuse
         swapper.ConfigError, match="FirstRateOfSome takes what belongs to one parameter group for anoth"
     ):
         several(FirstRateOfSome, config_of(nvme_path), groups)
+
+
+@pytest.mark.parametrize("cls", [OfGroups, FirstRate, RatesByNumber, FirstPair])
+def test_a_class_with_many_groups(cls: Any, nvme_path: Path) -> None:
+    def train(swapped: bool) -> Any:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(40)]
+        optimizer = cls([{"params": [p], "lr": 1e-3 * (1 + i)} for i, p in enumerate(parameters)])
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+        for step in range(3):
+            for p in parameters:
+                p.grad = torch.full_like(p, 1.0 + step)
+            optimizer.step()
+        return [p.detach() for p in parameters], optimizer
+
+    expected, _ = train(False)
+    found, optimizer = train(True)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    swapper.of(optimizer).close()
 
 
 class CountOfTheFirst(OfGroups):
