@@ -26,7 +26,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.encoding_choice import choose_encoding
 from swapper.optimizer.kept_state import plan_to_show, swaps_state_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.optimizer.probe import refuse_unsupported, try_sharded
+from swapper.optimizer.probe import refuse_lazy, refuse_unsupported, try_sharded
 from swapper.optimizer.step_device import warn_of_for_loop
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
@@ -283,6 +283,7 @@ def _plan(
         if getattr(optimizer, "swapper", None) is not None or any(each is optimizer for each in optimizers[:number]):
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_fixed(optimizer)
+        refuse_lazy(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
         for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
             if getattr(settings, name).device == "cpu" and not on_accelerator:

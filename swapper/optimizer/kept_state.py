@@ -11,7 +11,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.optimizer.probe import refuse_unsupported
+from swapper.optimizer.probe import refuse_lazy, refuse_unsupported
 
 __all__ = ["plan_to_show", "swaps_state_of"]
 
@@ -30,8 +30,9 @@ def plan_to_show(
     """Plan the state of `optimizer`, for its size also where it stays in memory. There it is empty if that is unknown.
 
     Raises:
-        ConfigError: the state cannot be swapped, and is to be.
+        ConfigError: the state cannot be swapped, and is to be; or a parameter has no shape yet.
     """
+    refuse_lazy(optimizer)
     swaps = swaps_state_of(optimizer, config)
     try:
         refuse_unsupported(optimizer)

@@ -39,6 +39,7 @@ __all__ = [
     "keeps_bits",
     "learn_state",
     "refuse_broken_fused",
+    "refuse_lazy",
     "refuse_parameter",
     "refuse_unsupported",
     "register_elementwise",
@@ -166,6 +167,16 @@ def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:
             f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
             "nothing to be exact to; use fused=False"
         )
+
+
+def refuse_lazy(optimizer: Optimizer) -> None:
+    """Refuse parameters that have no shape yet.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if any(torch.nn.parameter.is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError("a parameter has no shape before the model's first forward (nn.LazyLinear): call it first")
 
 
 def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: OffloadConfig, remote: bool) -> None:

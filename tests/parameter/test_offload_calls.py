@@ -264,3 +264,18 @@ def test_an_optimizer_that_cannot_be_swapped_steps_parameters_that_are(
     close(model, optimizer)
     with pytest.raises(swapper.ConfigError, match=r"cannot be swapped|set offload_optimizer.device to none"):
         swapper.check(model, made(model), config_for(nvme_path))
+
+
+def test_an_optimizer_of_parameters_without_a_shape_is_refused_by_name(nvme_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="8MiB", offload_optimizer={"device": "nvme"})
+    for call in (
+        lambda: swapper.wrap_optimizer(optimizer, config),
+        lambda: swapper.offload(model, optimizer, config),
+        lambda: swapper.check(model, optimizer, config),
+    ):
+        with pytest.raises(swapper.ConfigError, match="has no shape before the model's first forward"):
+            call()
+    model(torch.ones(2, 3))
+    swapper.of(swapper.wrap_optimizer(optimizer, config)).close()
