@@ -149,9 +149,9 @@ class ClassStep:
         before, given = dict(vars(optimizer)), dict(state)
         shown: dict[str, Any] = {}  # copies of what the class may change in place
         try:
-            package = package_of(optimizer)
+            package, memo = package_of(optimizer), dict[int, Any]()
             own = {key: value for key, value in before.items() if key not in self._former and _is_mutable(value)}
-            shown = {key: own_copy(value, package) for key, value in own.items()}
+            shown = {key: own_copy(value, package, memo) for key, value in own.items()}
             vars(optimizer).update(shown)
             # Not forked: other threads may draw from it now. `recorder` has none drawn.
             drawn = torch.get_rng_state()
@@ -220,7 +220,7 @@ class ClassStep:
                 ]
         if not groups:
             return
-        self._narrow(optimizer, groups, {})
+        self._narrow(optimizer, self._among_others(optimizer, groups), {})
         try:
             self._step(optimizer)
         finally:

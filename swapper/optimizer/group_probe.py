@@ -64,16 +64,22 @@ def _judge_groups(optimizer: Optimizer) -> None:
     count = len(optimizer.param_groups)
     if count < 2 or has_step_of_torch(optimizer) or _judged.get(optimizer, (0, False))[0] == count:
         return
-    tried = [*groups[: _GROUPS_MAX - 1], *groups[_GROUPS_MAX - 1 :][-1:]]
-    together = _Groups(optimizer, tried)
-    for step in range(_STEPS):
-        together.step(step, [range(len(tried))], shows_all=False)
-    # All of many groups in each of many buckets take long, so then only if that is needed.
-    for shows_all in (True, False) if count <= _SHOWN_MAX else (False, True):
-        apart = _Groups(optimizer, tried)
+    for scaled in (True, False):
+        together = _Groups(optimizer, groups, scaled)
         try:
             for step in range(_STEPS):
-                apart.step(step, [[number] for number in range(len(tried))], shows_all=shows_all)
+                together.step_at_once(step)
+        except ConfigError:  # It may not take other options than those that it has.
+            if scaled:
+                continue
+            raise
+        break
+    # All of many groups in each of many buckets take long, so then only if that is needed.
+    for shows_all in (True, False) if count <= _SHOWN_MAX else (False, True):
+        apart = _Groups(optimizer, groups, scaled)
+        try:
+            for step in range(_STEPS):
+                apart.step_apart(step, shows_all=shows_all)
         except ConfigError:
             continue
         if together.equals(apart):
@@ -86,6 +92,17 @@ def _judge_groups(optimizer: Optimizer) -> None:
     )
 
 
+def _different(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of `groups`, and some others: of those whose options are others, if there are any."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        found.setdefault(
+            repr({key: value for key, value in group.items() if key not in ("params", "param_names")}), group
+        )
+    several = [*found.values()][:_GROUPS_MAX]
+    return several if len(several) > 1 else [*groups[: _GROUPS_MAX - 1], *groups[_GROUPS_MAX - 1 :][-1:]]
+
+
 def _scaled(value: Any, factor: float) -> Any:
     """An option that is other than that of other groups, as a schedule may make it."""
     if isinstance(value, float):
@@ -94,44 +111,65 @@ def _scaled(value: Any, factor: float) -> Any:
 
 
 class _Groups:
-    """Twins over a parameter of each of several groups, of one optimizer."""
+    """Twins over a parameter of each of several groups, of one optimizer.
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-        self.twins = []
-        for number, group in enumerate(groups):
+    Args:
+        groups: with parameters; some of them are taken, of different options where there are.
+        scaled: each has other options, as a schedule may give them.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], scaled: bool) -> None:
+        self.twins: list[Twin] = []
+        memo: dict[int, Any] = {}
+        for number, group in enumerate(_different(groups)):
             p = group["params"][0]
             shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
-            twin = Twin(optimizer, group, [seeded(shape, p.dtype, number)])
-            twin.group.update({key: _scaled(value, 1 - number / 16) for key, value in twin.group.items()})
+            twin = Twin(optimizer, group, [seeded(shape, p.dtype, number)], memo=memo)
+            if scaled:
+                twin.group.update({key: _scaled(value, 1 - number / 16) for key, value in twin.group.items()})
             self.twins.append(twin)
         self._first = self.twins[0]
         for twin in self.twins[1:]:
             self._first.optimizer.state.update(twin.optimizer.state)
+        attributes = vars(self._first.optimizer)
+        for key, value in attributes.items() if scaled else ():  # It may know groups by their numbers.
+            if type(value) is list and len(value) == len(optimizer.param_groups):
+                attributes[key] = [
+                    _scaled(each, 1 - i / 16) if i < _GROUPS_MAX else each for i, each in enumerate(value)
+                ]
 
-    def step(self, number: int, parts: Sequence[Sequence[int]], *, shows_all: bool) -> None:
-        """Step the groups of each part at once, each with the options that it had before.
+    def step_at_once(self, number: int) -> None:
+        """Step all groups."""
+        self._give_gradients(number)
+        for twin in self.twins:
+            twin.group["params"] = list(twin.parameters)
+        self._first.call([twin.group for twin in self.twins])
+
+    def step_apart(self, number: int, *, shows_all: bool) -> None:
+        """Step one group after the other, each with the options that it had before.
 
         Args:
             number: of the step.
             shows_all: the class sees the others, too, without parameters.
         """
+        self._give_gradients(number)
         before = [dict(twin.group) for twin in self.twins]
         after = list(before)
-        for twin in self.twins:
-            p = twin.parameters[0]
-            p.grad = seeded(tuple(p.shape), p.dtype, 100 + number)
-        for part in parts:
+        for mine in range(len(self.twins)):
             for each, (twin, options) in enumerate(zip(self.twins, before, strict=True)):
                 twin.group.clear()
                 twin.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
-                twin.group["params"] = list(twin.parameters) if each in part else []
-            shown = range(len(self.twins)) if shows_all else part
-            self._first.call([self.twins[each].group for each in shown])
-            for each in part:
-                after[each] = dict(self.twins[each].group)
+                twin.group["params"] = list(twin.parameters) if each == mine else []
+            self._first.call([twin.group for twin in self.twins] if shows_all else [self.twins[mine].group])
+            after[mine] = dict(self.twins[mine].group)
         for twin, options in zip(self.twins, after, strict=True):
             twin.group.clear()
-            twin.group.update(options, params=list(twin.parameters))
+            twin.group.update(options)
+
+    def _give_gradients(self, number: int) -> None:
+        for twin in self.twins:
+            p = twin.parameters[0]
+            p.grad = seeded(tuple(p.shape), p.dtype, 100 + number)
 
     def equals(self, other: _Groups) -> bool:
         """True if parameters, their state and options are the same."""

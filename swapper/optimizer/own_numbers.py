@@ -28,21 +28,28 @@ _KEPT = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.
 """Objects that a class may refer to and has not made to count in."""
 
 
-def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
+def own_copy(value: Any, package: str, memo: dict[int, Any], depth: int = _DEPTH_MAX) -> Any:
     """A copy of an attribute: of containers, small tensors and arrays, and objects in it; models, parameters and
     functions are shared.
 
     Args:
         package: in which the optimizer's class is. Objects of classes of others are shared.
+        memo: copies by the ids of what they are of, which has to stay; what is there twice is copied once.
         depth: of containers and objects in one another. What is deeper is shared.
     """
+    if id(value) not in memo:
+        memo[id(value)] = _copied(value, package, memo, depth)
+    return memo[id(value)]
+
+
+def _copied(value: Any, package: str, memo: dict[int, Any], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         is_number = value.numel() <= _NUMEL_MAX and not isinstance(value, torch.nn.Parameter)
         return value.detach().clone() if is_number else value
     if not depth:
         return value
     if isinstance(value, tuple):
-        items = [own_copy(each, package, depth - 1) for each in value]
+        items = [own_copy(each, package, memo, depth - 1) for each in value]
         make = getattr(type(value), "_make", type(value))  # of a named one
         return make(items) if type(value) is tuple or hasattr(type(value), "_make") else value
     if _is_small_array(value):
@@ -52,9 +59,10 @@ def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
             copied = _copy_of(value) if type(value) is itertools.count else copy.copy(value)
         except Exception:  # It cannot be copied, as a file.
             return value
+        memo[id(value)] = copied  # It may be in itself.
         for items in _tables_of(copied, package):
             for key, each in list(items.items()) if isinstance(items, dict) else list(enumerate(items)):
-                items[key] = own_copy(each, package, depth - 1)
+                items[key] = own_copy(each, package, memo, depth - 1)
         return copied
     return value
 

@@ -21,7 +21,7 @@ from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
 from swapper.optimizer.state_shapes import shape_of_state, two_like
-from swapper.optimizer.step_arguments import tell_of_result
+from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
 from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
@@ -449,6 +449,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )
     refuse_overrides(optimizer)
+    judge_closure_uses(optimizer)
     is_known = _is_one_of(optimizer, _elementwise | _whole)
     if is_known and package_of(optimizer) == "torch":
         return

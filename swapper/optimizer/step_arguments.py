@@ -21,15 +21,15 @@ from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
 from swapper.optimizer.twin import Twin, equal, same_bits, seeded
 from swapper.progress import warn_once
 
-__all__ = ["closure_of", "refuse_closure_uses", "tell_of_result"]
+__all__ = ["closure_of", "judge_closure_uses", "refuse_closure_uses", "tell_of_result"]
 
 log = logging.getLogger(__name__)
 
 _STEPS = 2
 _LOSSES = (1e-6, 1e6)
 _SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
-_judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Those that use a closure as swapped ones can."""
+_uses: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+"""What those do with a closure that do what swapped cannot be done."""
 
 
 def closure_of(optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Any] | None:
@@ -60,26 +60,30 @@ def closure_of(optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any
 
 
 @torch.no_grad()
+def judge_closure_uses(optimizer: Optimizer) -> None:
+    """See what an optimizer whose state is in memory does with a closure, for when it is given one."""
+    group = next((group for group in optimizer.param_groups if group["params"]), None)
+    if group is None or has_step_of_torch(optimizer):
+        return
+    p = group["params"][0]
+    shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
+    for loss in _LOSSES:
+        if why := _other_use(optimizer, group, seeded(shape, p.dtype, 0), loss):
+            _uses[optimizer] = why
+            return
+
+
 def refuse_closure_uses(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is stepped with a closure and does more with it than can be done.
 
     Raises:
         ConfigError: naming what it does.
     """
-    if optimizer in _judged or has_step_of_torch(optimizer):
-        return
-    group = next((group for group in optimizer.param_groups if group["params"]), None)
-    if group is not None:
-        p = group["params"][0]
-        shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
-        for loss in _LOSSES:
-            if why := _other_use(optimizer, group, seeded(shape, p.dtype, 0), loss):
-                raise ConfigError(
-                    f"{type(optimizer).__name__}.step {why}, and swapped the closure is called once, before the first "
-                    "bucket; call it yourself before optimizer.step(), if that is the same, or set "
-                    "offload_optimizer.device to none"
-                )
-    _judged.add(optimizer)
+    if (why := _uses.get(optimizer)) is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step {why}, and swapped the closure is called once, before the first bucket; "
+            "call it yourself before optimizer.step(), if that is the same, or set offload_optimizer.device to none"
+        )
 
 
 def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor, loss: float) -> str:
@@ -97,10 +101,10 @@ def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor,
             before: torch.Tensor = before, gradient: torch.Tensor = gradient, calls: list[bool] = calls
         ) -> torch.Tensor:
             calls.append(same_bits(parameter.detach(), before))
-            parameter.grad = gradient.clone()
+            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
             return torch.tensor(loss, requires_grad=True, device=parameter.device)
 
-        without.step([gradient])
+        without.step([other + gradient])
         parameter.grad = other
         try:
             with seeded_generators(parameter.device, 0):

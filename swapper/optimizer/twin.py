@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,14 +44,21 @@ class Twin:
         tensors: Sequence[torch.Tensor],
         *,
         state_to_start_with: bool | None = None,
+        memo: dict[int, Any] | None = None,
     ) -> None:
+        """Make one.
+
+        Args:
+            memo: of copies, which is shared by twins that have an object of the user's in common.
+        """
+        memo = {} if memo is None else memo
         cls = type(optimizer)
         on_cpu, package = tensors[0].is_cpu, package_of(optimizer)
         self._step = class_step(cls)
         self._name = cls.__name__
         self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.group = {
-            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else _own(value, package)
+            key: _tensor_of(value, on_cpu, memo) if isinstance(value, torch.Tensor) else _own(value, package, memo)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
@@ -61,7 +69,7 @@ class Twin:
         self.optimizer: Optimizer = cls.__new__(cls)
         for key, value in {**_tables_of_class(cls), **vars(optimizer)}.items():
             if key not in OWN_ATTRIBUTES and key not in _REPLACED:
-                vars(self.optimizer)[key] = own_copy(value, package)
+                vars(self.optimizer)[key] = own_copy(value, package, memo)
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)
@@ -85,7 +93,7 @@ class Twin:
                 self.optimizer.state[parameter] = {
                     key: _initial(local_of(value), like, parameter)
                     if isinstance(value, torch.Tensor)
-                    else _own(value, package_of(optimizer))
+                    else _own(value, package_of(optimizer), {})
                     for key, value in state.items()
                 }
             return
@@ -153,10 +161,17 @@ def package_of(optimizer: Optimizer) -> str:
     return type(optimizer).__module__.split(".")[0]
 
 
-def _own(value: Any, package: str) -> Any:
+def _own(value: Any, package: str, memo: dict[int, Any]) -> Any:
     """A copy, also of what is in containers: a class may keep in them what it has computed once for all parameters."""
-    copied = own_copy(value, package)
+    copied = own_copy(value, package, memo)
     return copy.copy(value) if copied is value else copied
+
+
+def _tensor_of(value: torch.Tensor, to_cpu: bool, memo: dict[int, Any]) -> Any:
+    """A copy of an option, which groups may share."""
+    if id(value) not in memo:
+        memo[id(value)] = _copied(value, to_cpu)
+    return memo[id(value)]
 
 
 def _tables_of_class(cls: type[Optimizer]) -> dict[str, Any]:
@@ -229,4 +244,10 @@ def equal(a: object, b: object) -> bool:
     if hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # Arrays, which are many truths.
         alike = all(getattr(a, name, None) == getattr(b, name, None) for name in ("dtype", "shape"))
         return type(a) is type(b) and alike and bool(a.tobytes() == b.tobytes())
-    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, itertools.count):
+        return repr(a) == repr(b)
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):  # Else a copy is equal to nothing.
+        return equal(vars(a), vars(b))
+    return bool(a == b) or bool(a != a and b != b)  # NaN is as it was.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -346,7 +347,8 @@ def test_a_class_with_many_groups(cls: Any, nvme_path: Path) -> None:
     def train(swapped: bool) -> Any:
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(40)]
-        optimizer = cls([{"params": [p], "lr": 1e-3 * (1 + i)} for i, p in enumerate(parameters)])
+        rates = [1.0] * 4 + [1.0 + i for i in range(35)] + [1.0]  # Of the first and the last no two differ.
+        optimizer = cls([{"params": [p], "lr": 1e-3 * rate} for p, rate in zip(parameters, rates, strict=True)])
         if swapped:
             swapper.wrap_optimizer(optimizer, config_of(nvme_path))
         for step in range(3):
@@ -359,6 +361,162 @@ def test_a_class_with_many_groups(cls: Any, nvme_path: Path) -> None:
     found, optimizer = train(True)
     assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
     swapper.of(optimizer).close()
+
+
+class Warm:
+    """A schedule of the user's, which counts nothing."""
+
+    def __init__(self) -> None:
+        self.factor, self.inner = 0.5, {"a": [1.0]}
+
+
+class OfObjects(OfGroups):
+    """Has objects in containers, and one object in two places."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            shared: dict[str, float] = {}
+            group.update(warm=[Warm()], both={"a": shared, "b": shared}, numbers=[itertools.count()])
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        group["both"]["a"]["factor"] = 0.5
+        return float(group["lr"] * group["warm"][0].factor * group["both"]["b"]["factor"])
+
+
+class Particular(OfGroups):
+    """Takes only some options."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(power=2.0, a=0.75, b=0.25)
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        assert group.get("a", 0.75) + group.get("b", 0.25) == 1
+        return float(group["lr"] * {1.0: 1.0, 2.0: 0.5}[group.get("power", 2.0)])
+
+
+class EarlyState(OfGroups):
+    """Makes its state when it is constructed, and wants it."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["mean"].mul_(0.9).add_(p.grad)
+                    p.sub_(self.state[p]["mean"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("cls", [OfObjects, Particular, EarlyState])
+def test_classes_that_have_their_ways_are_swapped(cls: Any, groups: int, nvme_path: Path) -> None:
+    def train(swapped: bool) -> Any:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(3)]
+        given = [{"params": [p], "lr": 1e-3 * (1 + i)} for i, p in enumerate(parameters)]
+        optimizer = cls(given if groups > 1 else parameters)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+        for step in range(3):
+
+            def closure(step: int = step) -> None:
+                for p in parameters:
+                    p.grad = torch.full_like(p, 1.0 + step)
+
+            closure()
+            optimizer.step(closure) if cls is EarlyState else optimizer.step()
+        return [p.detach() for p in parameters], optimizer
+
+    expected, _ = train(False)
+    found, optimizer = train(True)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    swapper.of(optimizer).close()
+
+
+class OneTensor(OfGroups):
+    """Counts in one tensor that is an option of all groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        counted = torch.zeros(())
+        for group in self.param_groups:
+            group["counted"] = counted
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        group["counted"].add_(1)
+        return float(group["lr"] / group["counted"])
+
+
+class ClearsFirst(OfGroups):
+    """Clears gradients, has the closure compute them, and steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            self.zero_grad()
+            with torch.enable_grad():
+                closure()
+        super().step()
+
+
+def test_a_tensor_that_groups_share_and_that_is_counted_in_is_refused(nvme_path: Path) -> None:
+    optimizer = OneTensor([{"params": [nn.Parameter(torch.ones(80, 8))]} for _ in range(3)])
+    with pytest.raises(swapper.ConfigError, match="OneTensor"):
+        swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+
+
+def test_a_class_that_clears_gradients_before_its_closure_is_refused_when_it_is_given_one(nvme_path: Path) -> None:
+    p = nn.Parameter(torch.ones(80, 8))
+    optimizer = swapper.wrap_optimizer(ClearsFirst([p]), config_of(nvme_path))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(swapper.ConfigError, match=r"ClearsFirst.step uses its closure for something else"):
+        optimizer.step(lambda: None)
+    swapper.of(optimizer).close()
+
+
+class OfTheFirst(OfGroups):
+    """What it keeps in each group comes of the first."""
+
+    def rate(self, number: int, group: dict[str, Any]) -> float:
+        return float(group["lr"] * (1 + group["kept"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["kept"] = self.param_groups[0]["lr"] * group["lr"] + group.get("kept", 0.0)
+        super().step()
+
+
+def test_a_group_without_gradients_sees_the_others(nvme_path: Path) -> None:
+    def train(swapped: bool) -> Any:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(3)]
+        optimizer = OfTheFirst([{"params": [p], "lr": 1e-2 * (1 + i)} for i, p in enumerate(parameters)])
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+        for step in range(6):
+            for i, p in enumerate(parameters):
+                p.grad = None if i == 1 and step % 2 else torch.full_like(p, 1.0 + step)
+            optimizer.step()
+        return [p.detach() for p in parameters], optimizer
+
+    expected, plain = train(False)
+    found, ours = train(True)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    assert equal(options_of(ours), options_of(plain))
+    swapper.of(ours).close()
 
 
 class CountOfTheFirst(OfGroups):
