@@ -46,6 +46,20 @@ _AHEAD = 64
 """Buckets that are looked at for what to read next."""
 
 
+_NUMBERS = (int, float, complex, str, bytes, type(None), torch.Tensor)
+
+
+def _tensor_bytes_in(value: Any, depth: int = 4) -> int:
+    """Bytes of the tensors in an object, which are never swapped."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if not depth or isinstance(value, (type, torch.nn.Module)):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    attributes = getattr(value, "__dict__", {}).values()
+    return sum(_tensor_bytes_in(each, depth - 1) for each in (*inside, *attributes))
+
+
 class OpenBucket:
     """A bucket whose record is in memory. The state of its segments is read and written here.
 
@@ -165,6 +179,8 @@ class OpenBucket:
                     self._note_unplanned(key)
                 if self.memory is not None and self.memory.pool_has(value):
                     value = value.clone()  # The buffer goes to another record.
+            elif not isinstance(value, _NUMBERS) and _tensor_bytes_in(value) >= SMALL_BYTES:
+                self._note_unplanned(key)
             segment.small[key] = value
 
     def _is_elsewhere(self, segment: Segment, key: str, value: Any) -> bool:

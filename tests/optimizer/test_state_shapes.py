@@ -211,3 +211,33 @@ def test_the_optimizers_of_torchao_are_refused(name: str, nvme_path: Path) -> No
     for shape in [(64, 64), (1024, 512)]:
         with pytest.raises(swapper.ConfigError, match="OptimState"):
             swapper.wrap_optimizer(make([nn.Parameter(torch.randn(shape))]), config_of(nvme_path))
+
+
+class Holder:
+    """A tensor that is kept where nobody looks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.inner = {"tensor": tensor}
+
+
+class Holding(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p].setdefault("held", Holder(torch.zeros_like(p)))
+            held.inner["tensor"].add_(p.grad)
+            p.sub_(held.inner["tensor"], alpha=0.01)
+
+
+@pytest.mark.parametrize("size", [8, 200])
+def test_state_that_is_in_objects_is_said_to_stay_in_memory(
+    size: int, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = train(Holding, config_of(nvme_path), [(size, size)])
+    expected = train(Holding, None, [(size, size)])
+    assert torch.equal(ours.param_groups[0]["params"][0], expected.param_groups[0]["params"][0])
+    assert ("stays in memory, beyond pool_bytes" in caplog.text) == (size == 200)
+    swapper.of(ours).close()
