@@ -31,7 +31,7 @@ from swapper.storage.agreement import rank_count, rank_of_process
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor
 from swapper.tensors.evicted_gradients import GradientEvictedParameter
-from swapper.tensors.evicted_views import EvictedView, Source
+from swapper.tensors.evicted_views import EvictedView, Source, as_in_state_dict
 from swapper.tensors.homes import gathered
 from swapper.tensors.inner import has_own_class, inner_tensors, is_wrapper, made_of
 from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, sharded_like
@@ -451,7 +451,7 @@ def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, A
             if id(value) not in filled:
                 _fill(value, there, saved.tensors[piece], checkpoint)
                 filled.add(id(value))
-            state[name] = value  # Given to itself, so that hooks of modules run, and nothing else happens.
+            state[name] = as_in_state_dict(value)  # To itself, so that hooks of modules run, and no more happens.
         else:
             state[name] = EvictedView(values)
     reader = checkpoint.reader

@@ -85,6 +85,12 @@ class ClassStep:
                 f"{type(optimizer).__name__} draws random numbers in its step, and with step_in_backward parameters "
                 "are stepped in another order, with others; set offload_optimizer.step_in_backward to false"
             )
+        for operand, made in zip(operands, states, strict=True):
+            if made.grad is None and not operand.segment.whole and not operand.segment.master:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} takes gradients away in its step, and is given parts of them, so that "
+                    "p.grad would stay as it was; have it leave them alone, or do not register it as elementwise"
+                )
         for made, values in given:  # What it has assigned to `data` of a tensor of ours belongs in its memory.
             if local_of(made).data_ptr() != values.data_ptr():
                 values.copy_(local_of(made).detach())

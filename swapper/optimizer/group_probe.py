@@ -183,13 +183,12 @@ class _Groups:
 
 
 def _refuse_changed_gradients(optimizer: Optimizer, group: dict[str, Any], config: OffloadConfig) -> None:
-    """Refuse a class whose step changes gradients, or takes them away, where it is given copies of them, or parts.
+    """Refuse a class whose step changes gradients, or takes them away, where it is given copies of them.
 
     Raises:
         ConfigError: as above.
     """
-    swapped = config.offload_gradient.device != "none"
-    if has_step_of_torch(optimizer) or not (swapped or is_elementwise(optimizer)):
+    if has_step_of_torch(optimizer) or config.offload_gradient.device == "none":
         return
     p = next((p for p in group["params"] if p.numel() and p.dim() <= len(_SIZES)), None)
     if p is None:
@@ -200,12 +199,11 @@ def _refuse_changed_gradients(optimizer: Optimizer, group: dict[str, Any], confi
     twin.step([gradient])
     left, given = twin.parameters[0].grad, twin.given[0]
     is_there = left is not None and left is given
-    if not is_there or (swapped and left is not None and not left.is_sparse and not same_bits(left, gradient)):
+    if not is_there or (left is not None and not left.is_sparse and not same_bits(left, gradient)):
         how = "changes gradients in its step" if is_there else "takes gradients away in its step"
-        what = "set offload_gradient.device to none" if swapped else "do not register it as elementwise"
         raise ConfigError(
-            f"{type(optimizer).__name__} {how}, and swapped it is given copies of them, or parts, so that p.grad would "
-            f"stay as it was; have it leave them alone and call zero_grad() yourself, or {what}"
+            f"{type(optimizer).__name__} {how}, and swapped it is given copies of them, so that p.grad would stay as "
+            "it was; have it leave them alone and call zero_grad() yourself, or set offload_gradient.device to none"
         )
 
 

@@ -25,7 +25,6 @@ from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
 from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
-from swapper.tensors.evicted import is_ordinary
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_dense, is_plain
@@ -194,7 +193,8 @@ def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: Offl
             "and DTensors of those, can be swapped"
         )
     if local is parameter:
-        if config.offload_optimizer.step_in_backward and not is_ordinary(parameter):
+        of_whom = type(parameter).__module__.partition(".")[0]
+        if config.offload_optimizer.step_in_backward and of_whom not in ("torch", "swapper"):
             raise ConfigError(
                 f"offload_optimizer.step_in_backward: true: a parameter is a {type(parameter).__name__}, and only "
                 "gradients of ordinary parameters can be taken in backward; set it to false"
@@ -390,8 +390,7 @@ def keeps_bits(
     for step in range(_STEPS):
         gradient = seeded((numel,), dtype, step + 1, device)
         whole.step([gradient])
-        for number, (i, j) in enumerate(cuts):
-            parts.step([gradient[i:j]], only=[number])
+        parts.step_apart([gradient[i:j] for i, j in cuts])
     joined = torch.cat([p.detach() for p in parts.parameters])
     if not same_bits(whole.parameters[0].detach(), joined):
         return False

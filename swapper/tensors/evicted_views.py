@@ -31,6 +31,7 @@ __all__ = [
     "PartOfView",
     "Source",
     "ViewOfParameter",
+    "as_in_state_dict",
     "one_by_one",
     "parts_of",
     "run",
@@ -342,6 +343,13 @@ def viewed_by(tensor: object) -> torch.Tensor | None:
     """The parameter of which all of `tensor` is a view, as in state dicts; None if it is none."""
     source = tensor.source if isinstance(tensor, EvictedView) else None
     return source.parameter if isinstance(source, ViewOfParameter) else None
+
+
+def as_in_state_dict(tensor: torch.Tensor) -> torch.Tensor:
+    """What an ordinary state dict has of a parameter or buffer: it shares the memory, and needs no gradient."""
+    if (home := home_of(tensor)) is not None:
+        return EvictedView(ViewOfParameter(tensor, home))
+    return tensor.detach()
 
 
 def _parameter_of(source: Source) -> torch.Tensor | None:

@@ -586,9 +586,16 @@ def test_what_a_class_does_to_gradients_is_done_or_refused(cls: Any, where: str,
     assert all(torch.equal(p, q) for p, q in zip(train(True), expected, strict=True))
 
 
-def test_a_registered_class_that_takes_gradients_away_is_refused(
+def test_a_registered_class_that_takes_gradients_away_is_refused_where_it_has_parts_of_them(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, TakesGradients})
+    small, large = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(400, 400))
+    optimizer = swapper.wrap_optimizer(TakesGradients([small, large]), config_of(nvme_path, "off"))
+    small.grad = torch.ones_like(small)
+    optimizer.step()
+    assert small.grad is None
+    large.grad = torch.ones_like(large)
     with pytest.raises(swapper.ConfigError, match=r"TakesGradients takes gradients away .* do not register it"):
-        swapper.wrap_optimizer(TakesGradients([nn.Parameter(torch.ones(96, 96))]), config_of(nvme_path))
+        optimizer.step()
+    swapper.of(optimizer).close()
