@@ -115,7 +115,8 @@ def encoded_metadata(state: Mapping[str, Any], new: NewCheckpoint) -> Any:
         return None
     if not _is_metadata(metadata):
         raise SwapError(f"the state dict's _metadata has no mapping for each module, as torch has: {show(metadata)}")
-    return new.encode(metadata, "the state dict's _metadata", "model._metadata.")
+    kept = {key: {k: v for k, v in each.items() if k != "assign_to_params_buffers"} for key, each in metadata.items()}
+    return new.encode(kept, "the state dict's _metadata", "model._metadata.")
 
 
 def _is_metadata(value: object) -> bool:

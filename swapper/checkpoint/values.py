@@ -204,8 +204,9 @@ class _Encoder(Walk):
             return {"$defaultdict": {"factory": name, "items": self._items(value)}}
         attributes = vars(value)
         if kind is OrderedDict and attributes.keys() == {"_metadata"}:
+            items = self._items(value)  # First, as they are read.
             metadata = self.within(("._metadata", None), self.value, attributes["_metadata"])
-            return {"$state_dict": {"items": self._items(value), "metadata": metadata}}
+            return {"$state_dict": {"items": items, "metadata": metadata}}
         if attributes:
             raise self.error(f"is of type {_name_of(kind)} with attributes of its own: save `dict(x)`")
         return {f"${kind.__name__}": self._items(value)}
