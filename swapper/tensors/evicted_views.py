@@ -409,14 +409,14 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
             item.bring_back()
     plainly = nullcontext() if unfilled and not bare else torch._C.DisableTorchFunctionSubclass()
     with present(homes), plainly:
-        wholes = _Wholes()
+        wholes, targets = _Wholes(), [*tree_iter((args[:1], kwargs.get("out")))]
         real = {key: wholes.real(view.source) for key, view in views.items()}
         if views:
             args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
         result = run_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
         if not views:
             return result
-        wholes.note_written(func, kwargs)
+        wholes.note_written(func, targets, "out" in kwargs)
         view_of = {id(real[key]): view for key, view in views.items()}  # What works in place gives it back.
         if type(result) in (list, tuple):
             return type(result)(view_of.get(id(item), item) for item in result)
@@ -438,12 +438,19 @@ class _Wholes:
         values = self._found[id(whole)][1]
         return source.of(values) if isinstance(source, PartOfView) else values
 
-    def note_written(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Tell sources that give other memory each time what was written, which would be lost."""
+    def note_written(self, func: Callable[..., Any], targets: Sequence[object], to_out: bool) -> None:
+        """Tell sources that give other memory each time what was written, which would be lost.
+
+        Args:
+            targets: what the call may have written to. In inference mode no tensor knows that it was.
+            to_out: some of them are the argument `out`.
+        """
         name = getattr(func, "__name__", "").partition(".")[0]
-        may_write = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-        for whole, values, version in self._found.values():
-            if may_write if values.is_inference() else values._version != version:
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or to_out
+        sources = [view.source for view in targets if isinstance(view, EvictedView)] if writes else []
+        targeted = {id(source.whole if isinstance(source, PartOfView) else source) for source in sources}
+        for key, (whole, values, version) in self._found.items():
+            if key in targeted if values.is_inference() else values._version != version:
                 whole.written(values)
 
 

@@ -646,6 +646,27 @@ def test_what_a_module_changes_in_the_state_dict_is_loaded(change: str, width: i
     assert bits(ours.state_dict()) == bits(plain.state_dict())
 
 
+def test_a_state_dict_that_was_loaded_by_assignment_is_imported(tmp_path: Path) -> None:
+    """torch leaves in its metadata that it was."""
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    state = model.state_dict()
+    nn.Linear(3, 3).load_state_dict(state, assign=True)
+    torch.save(state, tmp_path / "it.pt")
+    import_checkpoint(tmp_path / "it.pt", tmp_path / "it")
+    swapper.load_checkpoint(tmp_path / "it", other)
+    assert bits(other.state_dict()) == bits(model.state_dict())
+
+
+def test_what_the_metadata_of_a_state_dict_share_with_it(tmp_path: Path) -> None:
+    shared = [1]
+    state: Any = nn.Linear(3, 3).state_dict()
+    state._metadata["mine"] = {"shared": shared}
+    state["shared"] = shared
+    swapper.save_checkpoint(tmp_path / "it", nn.Linear(3, 3), extra=[state, state])
+    first, second = swapper.load_checkpoint(tmp_path / "it", nn.Linear(3, 3))
+    assert first is second and first["shared"] is first._metadata["mine"]["shared"] and first["shared"] == shared
+
+
 def test_a_state_dict_without_versions_is_loaded_without(tmp_path: Path) -> None:
     model, other = Versioned(3, 3), Versioned(3, 3)
     model.register_state_dict_post_hook(lambda module, state, prefix, metadata: delattr(state, "_metadata"))

@@ -158,6 +158,17 @@ def test_what_a_module_changes_in_the_state_dict_is_loaded(
         swapper_of(ours).close()
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_what_is_only_read_does_not_stay_in_memory(mode: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Changing("in place", 8))
+    kept: list[Any] = []
+    model.register_load_state_dict_pre_hook(lambda module, state, *rest: kept.append(dict(state)))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "it.safetensors")
+    with mode():
+        swapper.load_safetensors(model, tmp_path / "it.safetensors")
+    assert [name for name, view in kept[0].items() if view.source.own is not None] == ["1.weight"]
+
+
 @pytest.mark.parametrize("first", ["embedding.weight", "lm_head.weight"])
 def test_one_name_of_a_tied_parameter_is_enough(first: str, nvme_path: Path, tmp_path: Path) -> None:
     source = another(lambda: Llama(tied=True))
