@@ -14,11 +14,10 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.optimizer.probe import is_elementwise
 from swapper.optimizer.step_function import has_step_of_torch
-from swapper.optimizer.twin import Twin, equal, package_of, same_bits, seeded
+from swapper.optimizer.twin import PRIMES, Twin, equal, package_of, same_bits, seeded, small_shape
 
 __all__ = ["refuse_group", "shows_all_groups"]
 
-_SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
 _SCALES = (1.0, 2.0**-12, 2.0**-30)
 """Of gradients in a trial: the latter two are below what Adafactor takes for 0 in 16 bits, and in 32."""
@@ -123,8 +122,7 @@ class _Groups:
         memo: dict[int, Any] = {}
         for number, group in enumerate(_different(groups)):
             p = group["params"][0]
-            shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
-            twin = Twin(optimizer, group, [seeded(shape, p.dtype, number)], memo=memo)
+            twin = Twin(optimizer, group, [seeded(small_shape(p), p.dtype, number)], memo=memo)
             if scaled:
                 twin.group.update({key: _scaled(value, 1 - number / 16) for key, value in twin.group.items()})
             self.twins.append(twin)
@@ -190,12 +188,11 @@ def _refuse_changed_gradients(optimizer: Optimizer, group: dict[str, Any], confi
     """
     if has_step_of_torch(optimizer) or config.offload_gradient.device == "none":
         return
-    p = next((p for p in group["params"] if p.numel() and p.dim() <= len(_SIZES)), None)
+    p = next((p for p in group["params"] if p.numel() and p.dim() <= len(PRIMES)), None)
     if p is None:
         return
-    shape = tuple(min(size, _SIZES[i]) for i, size in enumerate(p.shape))
-    gradient = seeded(shape, p.dtype, 1)
-    twin = Twin(optimizer, group, [seeded(shape, p.dtype, 0)])
+    gradient = seeded(small_shape(p), p.dtype, 1)
+    twin = Twin(optimizer, group, [seeded(small_shape(p), p.dtype, 0)])
     twin.step([gradient])
     left, given = twin.parameters[0].grad, twin.given[0]
     is_there = left is not None and left is given
@@ -218,9 +215,9 @@ def _refuse_mixed_dtypes(optimizer: Optimizer, group: dict[str, Any], config: Of
     masters = _LOW_PRECISION if config.offload_optimizer.master_weights else ()
     shapes: dict[torch.dtype, tuple[int, ...]] = {}
     for p in group["params"]:
-        if (p.requires_grad or p.grad is not None) and p.numel() and p.dim() <= len(_SIZES):
+        if (p.requires_grad or p.grad is not None) and p.numel() and p.dim() <= len(PRIMES):
             dtype = torch.float32 if p.dtype in masters else p.dtype
-            shapes.setdefault(dtype, tuple(min(size, _SIZES[i]) for i, size in enumerate(p.shape)))
+            shapes.setdefault(dtype, small_shape(p))
     if len(shapes) < 2:
         return
     for pair in itertools.permutations(shapes, 2):

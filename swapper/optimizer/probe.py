@@ -23,7 +23,7 @@ from swapper.optimizer.int8_codec import blocks_of
 from swapper.optimizer.state_shapes import shape_of_state, two_like
 from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
 from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
-from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
+from swapper.optimizer.twin import PRIMES, Twin, equal, own_numbers, package_of, same_bits, seeded, small_shape
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
@@ -52,7 +52,6 @@ ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 """The element type of each lossy encoding in records."""
 
 _CPU = torch.device("cpu")
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REAL_NUMEL = 1 << 18
@@ -277,7 +276,7 @@ def learn_state(
     sizes = sorted({size for size in like.shape if size > 1})
     if like.numel() <= _REAL_NUMEL:
         sizes = []
-    small = {size: min(_PRIMES[i], size) if i < len(_PRIMES) else size for i, size in enumerate(sizes)}
+    small = {size: min(PRIMES[i], size) if i < len(PRIMES) else size for i, size in enumerate(sizes)}
     if len(set(small.values())) < len(small):
         small = {size: size for size in sizes}
     shape, whole = tuple(small.get(size, size) for size in like.shape), tuple(like.shape)
@@ -453,11 +452,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
     if is_known and package_of(optimizer) == "torch":
         return
     for group in optimizer.param_groups:
-        shapes = {
-            tuple(min(size, _PRIMES[i]) for i, size in enumerate(p.shape))
-            for p in group["params"]
-            if p.dim() <= len(_PRIMES)
-        }
+        shapes = {small_shape(p) for p in group["params"] if p.dim() <= len(PRIMES)}
         for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
             if 0 not in shape:
                 _refuse_coupling(optimizer, group, shape, only_attributes=is_known)
@@ -498,14 +493,14 @@ def _agree(together: Twin, apart: Twin) -> bool:
 def _agrees_when_late(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor]) -> bool:
     """True if it does where a parameter has its first gradient later than another, so that their counts differ."""
     together, apart = (Twin(optimizer, group, [t.clone() for t in start]) for _ in range(2))
-    try:
-        for step in range(_STEPS):
-            first, second = (seeded(t.shape, t.dtype, 10 * step + i) for i, t in enumerate(start))
-            gradients = [first if step else None, second]
+    for step in range(_STEPS):
+        first, second = (seeded(t.shape, t.dtype, 10 * step + i) for i, t in enumerate(start))
+        gradients = [first if step else None, second]
+        try:
             together.step(gradients)
-            apart.step_apart(gradients)
-    except ConfigError:  # It takes no parameter without a gradient.
-        return True
+        except ConfigError:  # It takes no parameter without a gradient.
+            return True
+        apart.step_apart(gradients)
     return _agree(together, apart)
 
 

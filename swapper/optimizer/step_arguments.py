@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from swapper.errors import ConfigError, SwapError, show
 from swapper.io.devices import seeded_generators
 from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
-from swapper.optimizer.twin import Twin, equal, same_bits, seeded
+from swapper.optimizer.twin import Twin, equal, same_bits, seeded, small_shape
 from swapper.progress import warn_once
 
 __all__ = ["closure_of", "judge_closure_uses", "refuse_closure_uses", "tell_of_result"]
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _STEPS = 2
 _LOSSES = (1e-6, 1e6)
-_SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
 _uses: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """What those do with a closure that do what swapped cannot be done."""
 
@@ -66,9 +65,8 @@ def judge_closure_uses(optimizer: Optimizer) -> None:
     if group is None or has_step_of_torch(optimizer):
         return
     p = group["params"][0]
-    shape = tuple(min(size, _SIZES[i % len(_SIZES)]) for i, size in enumerate(p.shape))
     for loss in _LOSSES:
-        if why := _other_use(optimizer, group, seeded(shape, p.dtype, 0), loss):
+        if why := _other_use(optimizer, group, seeded(small_shape(p), p.dtype, 0), loss):
             _uses[optimizer] = why
             return
 

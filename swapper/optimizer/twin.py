@@ -21,7 +21,9 @@ from swapper.optimizer.own_numbers import numbers_in, own_copy
 from swapper.optimizer.step_function import class_step
 from swapper.tensors.sharded import local_of
 
-__all__ = ["OWN_ATTRIBUTES", "Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded"]
+__all__ = [
+    *("OWN_ATTRIBUTES", "PRIMES", "Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded", "small_shape"),
+]
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__", "load_state_dict"})
 """Names that wrapping puts on the user's instance."""
@@ -30,7 +32,8 @@ _REPLACED = frozenset({"state", "param_groups"})
 """Names of attributes that a twin has anew."""
 
 _CPU = torch.device("cpu")
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+"""Sizes of small tensors."""
 _early: dict[type[Optimizer], bool] = {}
 
 
@@ -188,7 +191,7 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return _early.get(cls, False)
     if cls not in _early:
         p = group["params"][0]
-        shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
+        shape = small_shape(p)
         for early in (False, True):
             try:
                 twin = Twin(optimizer, group, [seeded(shape, p.dtype, 0)], state_to_start_with=early)
@@ -214,6 +217,11 @@ def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) 
 
 def _copied(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
     return value.detach().cpu().clone() if to_cpu else value.detach().clone()
+
+
+def small_shape(like: torch.Tensor) -> tuple[int, ...]:
+    """A shape of as many dimensions as `like` has, each of another size, and none larger than there."""
+    return tuple(min(size, PRIMES[i % len(PRIMES)]) for i, size in enumerate(like.shape))
 
 
 def seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device = _CPU) -> torch.Tensor:
