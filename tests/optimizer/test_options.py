@@ -346,7 +346,7 @@ def test_a_class_that_needs_another_group_and_takes_none_that_is_empty_is_refuse
 def test_a_class_with_many_groups(cls: Any, nvme_path: Path) -> None:
     def train(swapped: bool) -> Any:
         torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(40)]
+        parameters = [nn.Parameter(torch.randn(80, 80)) for _ in range(40)]  # No two in a bucket.
         rates = [1.0] * 4 + [1.0 + i for i in range(35)] + [1.0]  # Of the first and the last no two differ.
         optimizer = cls([{"params": [p], "lr": 1e-3 * rate} for p, rate in zip(parameters, rates, strict=True)])
         if swapped:
@@ -423,7 +423,7 @@ class EarlyState(OfGroups):
 def test_classes_that_have_their_ways_are_swapped(cls: Any, groups: int, nvme_path: Path) -> None:
     def train(swapped: bool) -> Any:
         torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(3)]
+        parameters = [nn.Parameter(torch.randn(80, 80)) for _ in range(3)]
         given = [{"params": [p], "lr": 1e-3 * (1 + i)} for i, p in enumerate(parameters)]
         optimizer = cls(given if groups > 1 else parameters)
         if swapped:
@@ -502,7 +502,7 @@ class OfTheFirst(OfGroups):
 def test_a_group_without_gradients_sees_the_others(nvme_path: Path) -> None:
     def train(swapped: bool) -> Any:
         torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(80, 8)) for _ in range(3)]
+        parameters = [nn.Parameter(torch.randn(80, 80)) for _ in range(3)]
         optimizer = OfTheFirst([{"params": [p], "lr": 1e-2 * (1 + i)} for i, p in enumerate(parameters)])
         if swapped:
             swapper.wrap_optimizer(optimizer, config_of(nvme_path))
