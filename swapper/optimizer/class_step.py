@@ -24,7 +24,8 @@ from swapper.optimizer.operands import Operand
 from swapper.optimizer.own_numbers import own_copy
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
-from swapper.optimizer.step_function import class_step, refuse_overrides
+from swapper.optimizer.single_settings import Settings, lent_manager, take_settings
+from swapper.optimizer.step_function import class_step
 from swapper.optimizer.twin import equal, package_of
 from swapper.tensors.evicted_gradients import note_kept_gradient, raw_gradient
 from swapper.tensors.homes import home_of
@@ -54,15 +55,18 @@ class ClassStep:
         self._changes: _Groups = {}  # values of groups that the class changed
         self._clones: dict[tuple[int, str], torch.Tensor] = {}  # of tensors in groups that are on an accelerator
         self._seen: set[int] = set()  # groups that the class was shown in this step
+        self._settings: dict[int, Settings] | None = None  # of single parameters, by `id`; None: not asked in this step
         # Of parameters whose state has a copy of their gradient, which the class has put there itself.
         self._kept_gradients: MutableMapping[torch.Tensor, tuple[str, weakref.ref[torch.Tensor]]]
         self._kept_gradients = WeakIdKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
         """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
-        refuse_overrides(optimizer)  # They may have come after the optimizer was wrapped.
+        if self._settings is None:
+            self._settings = take_settings(optimizer)
         groups: _Groups = {}
         states: dict[torch.Tensor, dict[str, Any]] = {}
+        settings: dict[torch.Tensor, Settings] = {}
         for operand in operands:
             number, tensor = operand.segment.of.group, operand.tensor
             assert number is not None and tensor is not None
@@ -70,9 +74,11 @@ class ClassStep:
                 groups[number] = self._narrowed(number, optimizer.param_groups[number])
             groups[number]["params"].append(tensor)
             states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
+            if own := self._settings.get(id(operand.segment.parameter)):
+                settings[tensor] = own
         before = [dict(state) for state in states.values()]
         shown = self._among_others(optimizer, groups)
-        self._narrow(optimizer, shown, {tensor: state for tensor, state in states.items() if state})
+        self._narrow(optimizer, shown, {tensor: state for tensor, state in states.items() if state}, settings)
         given = [
             (made, local_of(made).detach())
             for operand, made in zip(operands, states, strict=True)
@@ -202,6 +208,7 @@ class ClassStep:
         """Forget what the class changed in its groups."""
         self._changes, self._clones = {}, {}
         self._seen.clear()
+        self._settings = None
 
     def widen(self, optimizer: Optimizer) -> None:
         """Show the optimizer its own groups, hooks and state again. Idempotent."""
@@ -253,13 +260,20 @@ class ClassStep:
             return value._version != 0
         return not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
 
-    def _narrow(self, optimizer: Optimizer, groups: _Groups, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def _narrow(
+        self,
+        optimizer: Optimizer,
+        groups: _Groups,
+        state: dict[torch.Tensor, dict[str, Any]],
+        settings: Mapping[torch.Tensor, Settings] | None = None,
+    ) -> None:
         """Show the class only `groups` and `state`, no hooks, and no tensor on an accelerator, until `widen`."""
         attributes: dict[str, Any] = {
             "param_groups": list(groups.values()),
             "state": defaultdict(dict, state),
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
+            **lent_manager(optimizer, list(groups.values()), settings or {}),
         }
         if self._remote:
             for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from swapper.io import _native
+from swapper.io.host_memory import bytes_of
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 
 __all__ = [
@@ -111,7 +112,7 @@ class RecordPacking:
         except ValueError:
             return 0
         header = layout.header(tail_bytes)
-        return layout.used_bytes(tail_bytes) if bytes(data[: len(header)].numpy()) == header else 0
+        return layout.used_bytes(tail_bytes) if bytes_of(data[: len(header)]) == header else 0
 
     def _write_header(self, data: Tensor, tail_bytes: int, offsets: Sequence[int]) -> int:
         layout = self._packed_layout(offsets)

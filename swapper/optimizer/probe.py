@@ -6,8 +6,9 @@ parameters nor the global random state.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
+from swapper.optimizer.single_settings import Settings
 from swapper.optimizer.state_shapes import shape_of_state, two_like
 from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
-from swapper.optimizer.step_function import has_step_of_torch, refuse_overrides, unhooked_step
+from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
 from swapper.optimizer.twin import PRIMES, Twin, equal, own_numbers, package_of, same_bits, seeded, small_shape
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
@@ -256,6 +258,7 @@ def learn_state(
     like: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device = _CPU,
+    settings: Settings | None = None,
 ) -> tuple[StateSpec, ...]:
     """The tensors that the state of a parameter will hold once it was stepped.
 
@@ -269,6 +272,7 @@ def learn_state(
             stepped as such: the state is what this rank has of it.
         dtype: that of the parameter, or of its master, which the step will see.
         device: where the step will be.
+        settings: of the parameter alone; see `single_settings`.
 
     Raises:
         ConfigError: the class fails in the probe.
@@ -280,10 +284,11 @@ def learn_state(
     if len(set(small.values())) < len(small):
         small = {size: size for size in sizes}
     shape, whole = tuple(small.get(size, size) for size in like.shape), tuple(like.shape)
-    state = _state_at(optimizer, group, shape, dtype, device)
+    state_at = functools.partial(_state_at, optimizer, group, dtype, device, settings)
+    state = state_at(shape)
     shapes = {key: _scaled(tuple(value.shape), shape, whole) for key, value in state.items()}
     if sizes and not is_sharded(like) and not has_step_of_torch(optimizer):
-        state, shapes = _seen_larger(optimizer, group, dtype, device, shape, whole, state, shapes)
+        state, shapes = _seen_larger(state_at, shape, whole, state, shapes)
     local = local_of(like)
     specs = []
     for key, value in state.items():
@@ -296,14 +301,19 @@ def learn_state(
 
 
 def _state_at(
-    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings | None,
+    shape: tuple[int, ...],
 ) -> dict[str, torch.Tensor]:
     """The tensors of the state of a parameter of `shape`.
 
     Raises:
         ConfigError: the class fails, or has tensors of a class of somebody's, of which there is more than values.
     """
-    twin = Twin(optimizer, group, [seeded(shape, dtype, 0, device)])
+    twin = Twin(optimizer, group, [seeded(shape, dtype, 0, device)], settings=settings)
     for step in range(_STEPS):
         twin.step([seeded(shape, dtype, step + 1, device)])
     found = {k: v for k, v in twin.optimizer.state[twin.parameters[0]].items() if isinstance(v, torch.Tensor)}
@@ -326,10 +336,7 @@ def _scaled(state: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ..
 
 
 def _seen_larger(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
+    state_at: Callable[[tuple[int, ...]], dict[str, torch.Tensor]],
     shape: tuple[int, ...],
     whole: tuple[int, ...],
     state: dict[str, torch.Tensor],
@@ -339,13 +346,13 @@ def _seen_larger(
     like = two_like(whole)
     if math.prod(like[1]) > _LARGER_NUMEL_MAX:
         return state, shapes
-    first = _state_at(optimizer, group, like[0], dtype, device)
+    first = state_at(like[0])
     if first.keys() == state.keys() and all(
         (value.dtype, value.shape) == (state[key].dtype, _scaled(tuple(state[key].shape), shape, like[0]))
         for key, value in first.items()
     ):
         return state, shapes
-    second = _state_at(optimizer, group, like[1], dtype, device)
+    second = state_at(like[1])
     if any(key not in second or second[key].dtype != value.dtype for key, value in first.items()):
         return state, shapes
     found = {
@@ -446,7 +453,6 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )
-    refuse_overrides(optimizer)
     judge_closure_uses(optimizer)
     is_known = _is_one_of(optimizer, _elementwise | _whole)
     if is_known and package_of(optimizer) == "torch":

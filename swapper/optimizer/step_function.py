@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 
-__all__ = ["class_step", "has_step_of_torch", "refuse_overrides", "unhooked_step"]
+__all__ = ["class_step", "has_step_of_torch", "unhooked_step"]
 
 _HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """Of the function that torch puts around a class's step."""
@@ -63,23 +63,3 @@ def class_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
     if parameters[0].name == "closure" and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
         return lambda optimizer: step(optimizer, None)
     return lambda optimizer: step(optimizer, closure=None)
-
-
-def refuse_overrides(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of bitsandbytes that was told to step single parameters in another way than the others.
-
-    Its class finds them by their position in `param_groups`, which it is shown a part of, and by their `id`.
-
-    Raises:
-        ConfigError: `GlobalOptimManager` has settings for a parameter of the optimizer.
-    """
-    if (manager := getattr(optimizer, "mng", None)) is None:
-        return
-    own = {id(getattr(module, name, None)) for module, name, _ in getattr(manager, "module_weight_config_triple", ())}
-    own.update(getattr(manager, "pid2config", ()))
-    if own and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            f"{type(optimizer).__name__}: GlobalOptimManager of bitsandbytes has settings for single parameters, as "
-            "the Trainer gives embeddings 32 bits where optim has 8, and those would be given to others; use the class "
-            "(in the Trainer: the optim) of 32 bits, or set offload_optimizer.device to none"
-        )

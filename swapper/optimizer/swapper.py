@@ -22,7 +22,8 @@ from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSt
 from swapper.optimizer.conversion import Conversion
 from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
-from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
+from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.optimizer.plan_follower import PlanFollower
 from swapper.optimizer.probe import is_stepped_by_all
 from swapper.optimizer.records import BucketRecords
 from swapper.optimizer.segments import Bucket
@@ -260,11 +261,10 @@ class OptimizerSwapper:
     def reset(self) -> None:
         """Forget all state, as if no step had been made: the next one makes it anew, as the class does it."""
         self._guard.check_open()
-        optimizer = self._optimizer()
         if not self.swaps_state:
-            optimizer.state.clear()
+            self._optimizer().state.clear()
             return
-        self._guard.note_cut_off(optimizer)
+        self._guard.note_cut_off(optimizer := self._optimizer())
         with self._guard.replacing("forgetting optimizer state"):
             self._records.reset()
         self._conversion.give_state_back(optimizer)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from swapper.errors import ConfigError
 from swapper.io.devices import seeded_generators
 from swapper.optimizer.own_numbers import numbers_in, own_copy
+from swapper.optimizer.single_settings import Settings, lent_manager
 from swapper.optimizer.step_function import class_step
 from swapper.tensors.sharded import local_of
 
@@ -48,11 +49,13 @@ class Twin:
         *,
         state_to_start_with: bool | None = None,
         memo: dict[int, Any] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """Make one.
 
         Args:
             memo: of copies, which is shared by twins that have an object of the user's in common.
+            settings: of each parameter alone; see `single_settings`.
         """
         memo = {} if memo is None else memo
         cls = type(optimizer)
@@ -73,6 +76,8 @@ class Twin:
         for key, value in {**_tables_of_class(cls), **vars(optimizer)}.items():
             if key not in OWN_ATTRIBUTES and key not in _REPLACED:
                 vars(self.optimizer)[key] = own_copy(value, package, memo)
+        own: dict[torch.Tensor, Settings] = dict.fromkeys(self.parameters, settings) if settings else {}
+        vars(self.optimizer).update(lent_manager(optimizer, [{"params": self.parameters}], own))
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)

@@ -27,6 +27,7 @@ from twins import small_records
 
 import swapper
 from swapper.hf import SwapCallback, SwapTrainer, prepare
+from swapper.optimizer.twin import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -99,7 +100,7 @@ def assert_same(got: Trainer, expected: Trainer) -> None:
     for key, entries in state["state"].items():
         for name, value in entries.items():
             other = expected_state["state"][key][name]
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (key, name)
+            assert equal(value, other), (key, name)
 
 
 def is_swapped(trained: Trainer, sections: dict[str, Any]) -> bool:
@@ -123,6 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "for-loop": {"optim": "adamw_torch", "weight_decay": 0.1},
     "sgd": {"optim": "sgd"},
     "adafactor": {"optim": "adafactor"},
+    "8 bits": {"optim": "adamw_bnb_8bit"},  # but embeddings have 32
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
     "warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "label_smoothing_factor": 0.1},
     "lora": {"lora": True},
@@ -133,6 +135,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sections", SECTIONS)
 def test_training_has_the_bits_of_the_plain_run(tmp_path: Path, sections: str, options: str) -> None:
+    if options == "8 bits":
+        pytest.importorskip("bitsandbytes")
     plain = trainer(tmp_path / "plain", **OPTIONS[options])
     plain.train()
     swapped = trainer(

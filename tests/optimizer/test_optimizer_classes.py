@@ -577,37 +577,6 @@ def test_an_attribute_with_tensors_as_keys_is_named_in_one_line(nvme_path: Path)
         swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("by", ["module", "parameter"])
-def test_settings_of_bitsandbytes_for_single_parameters_are_refused(
-    nvme_path: Path, by: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Trainer gives embeddings 32 bits so; the class found other parameters at their position."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.register_module_override(nn.Embedding(2, 2), "weight", {"optim_bits": 32})  # of another model
-    model = make_model()
-    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
-
-    def override() -> None:
-        if by == "module":
-            manager.register_module_override(model[2], "weight", {"optim_bits": 32})
-        else:
-            manager.override_config(model[2].weight, "optim_bits", 32)
-
-    if late:
-        with wrapped(optimizer, nvme_path):
-            run(model, optimizer, range(2))
-            override()
-            with pytest.raises(swapper.ConfigError, match="GlobalOptimManager"):
-                run(model, optimizer, range(1))
-    else:
-        override()
-        with pytest.raises(swapper.ConfigError, match="GlobalOptimManager"):
-            swapper.wrap_optimizer(optimizer, {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme"}})
-
-
 @pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
 @pytest.mark.parametrize("registered", [False, True])

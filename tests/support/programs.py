@@ -1473,6 +1473,7 @@ FILES = (
         "optimizer/records.py",
         "optimizer/operands.py",
         "optimizer/plan.py",
+        "optimizer/plan_follower.py",
         "optimizer/conversion.py",
         "optimizer/failure.py",
         "checkpoint/saved_model.py",

@@ -203,7 +203,7 @@ def fail_to_load_state(rank: int, directory: str, nvme: str, on_drive: str) -> N
     for failing in (0, 1):  # As where there is no room for parameters that were added since.
         with pytest.MonkeyPatch.context() as patch:
             if rank == failing:
-                patch.setattr("swapper.optimizer.plan.PlanFollower.follow", full_drive)
+                patch.setattr("swapper.optimizer.plan_follower.PlanFollower.follow", full_drive)
             with pytest.raises(SwapIOError, match="a file"):
                 optimizer.load_state_dict(state)
         assert are_same(everything(net, optimizer), now)
