@@ -45,8 +45,9 @@ from swapper.storage.runs import remove_stale_runs
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 1024},
     "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000},
+    "2.9b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "vocab_size": 32000},
 }
-"""By name: what is not the same for both. "1.1b" is TinyLlama's shape."""
+"""By name: what is not the same for all. "1.1b" is TinyLlama's shape, "2.9b" that of Llama 3.2 3B but for its words."""
 
 SHARD_BYTES = 256 << 20
 PROMPT_TOKENS = 16

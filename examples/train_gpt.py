@@ -8,6 +8,7 @@ Everything that swapping needs is in `train`: load a config, wrap the optimizer,
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -212,7 +213,8 @@ def _traffic(swapped: list[swapper.OptimizerSwapper]) -> Traffic | None:
 def _sha256(model: GPT) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        values = parameter.detach().cpu().contiguous()
+        digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
     return digest.hexdigest()
 
 

@@ -383,6 +383,17 @@ def test_a_tensor_is_made_on_a_device_that_the_call_names() -> None:
                 assert named, f"{path.name}, line {node.lineno}: {ast.unparse(node)}"
 
 
+def test_only_values_of_numpy_need_numpy() -> None:
+    """Torch can be without it: `Tensor.numpy` fails there."""
+    users = {
+        str(path.relative_to(SOURCES))
+        for path in MODULES.values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr == "numpy"
+    }
+    assert users == {"checkpoint/value_decoder.py"}
+
+
 def test_modules_beside_the_package_have_names_of_their_own() -> None:
     """Several of these folders are on one process's path: of two modules with a name it imports the first it finds."""
     folders = ("tests/support", "tests/sim_device", "examples", "benchmarks")

@@ -26,6 +26,7 @@ from swapper.checkpoint.state_writer import described_parameter, kind_of, memory
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
 from swapper.io.checksums import checksum
+from swapper.io.host_memory import bytes_of
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords, as_plain_state, steps_on_device
@@ -289,7 +290,7 @@ def _record_bytes(bucket: Bucket, lease: Lease, tie_bytes: int) -> int:
     if bucket.packing is not None:
         return bucket.packing.length_bytes(lease.tensor, tie_bytes)
     header = bucket.layout.header(tie_bytes)
-    return bucket.layout.used_bytes(tie_bytes) if bytes(lease.tensor[: len(header)].numpy()) == header else 0
+    return bucket.layout.used_bytes(tie_bytes) if bytes_of(lease.tensor[: len(header)]) == header else 0
 
 
 def _whole(stream: TensorStream) -> torch.Tensor:

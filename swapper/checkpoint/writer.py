@@ -36,6 +36,7 @@ from swapper.errors import SwapError, SwapIOError, path_given, system_errors
 from swapper.files.output_file import OutputFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
+from swapper.io.host_memory import bytes_of
 from swapper.progress import progress_bar, warn_once
 from swapper.storage.atomic import NewDirectory, all_at_once, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
@@ -235,7 +236,7 @@ class NewCheckpoint:
             for key, tensor in tensors.items():
                 start = len(whole)
                 for piece in pieces_of(tensor):
-                    whole += piece.cpu().numpy().data
+                    whole += bytes_of(piece.cpu())
                 crcs[key] = crc32c_of(whole[start:])
             self._write(path, bytes(whole))
             self._add_file(RecordFile(path.name, len(whole), crc32c_of(whole)), annex)

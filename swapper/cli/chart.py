@@ -31,7 +31,7 @@ def check_target(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise SwapError("a plot needs matplotlib: pip install tensor-swapper[plot]") from None
+        raise SwapError("a plot needs matplotlib: pip install matplotlib") from None
     if path.suffix.lower() != ".png":
         raise SwapError(f"{path}: the name of a plot ends in .png")
     if not os.access(path.parent, os.W_OK) or path.is_dir():

@@ -18,6 +18,7 @@ from swapper.errors import SwapError
 from swapper.files.tensor_files import parse_json
 from swapper.files.unread import Recipe, Unread, read_now, sources_of
 from swapper.io.devices import is_accelerator
+from swapper.io.host_memory import bytes_of
 
 __all__ = ["Unfilled", "prequantised", "untouched"]
 
@@ -186,7 +187,7 @@ def _check_4_bits(weight: _Weight) -> None:
     if not said:
         weight.require("weight.quant_state.bitsandbytes__nf4")
     try:
-        state = parse_json(bytes(weight.tensors[said[0]].numpy()))
+        state = parse_json(bytes_of(weight.tensors[said[0]]))
         rows, columns = (int(each) for each in state["shape"])
         block, nested = int(state["blocksize"]), "nested_blocksize" in state
         nested_block = int(state["nested_blocksize"]) if nested else 1

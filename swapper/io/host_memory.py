@@ -1,13 +1,15 @@
-"""Addresses of the host's memory, for native code."""
+"""The host's memory: its addresses, for native code, and its bytes."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
 
 from swapper.io import _native
 
-__all__ = ["address_of", "require_on_host"]
+__all__ = ["address_of", "bytes_of", "require_on_host"]
 
 
 def require_on_host(name: str, tensor: Tensor) -> None:
@@ -29,3 +31,13 @@ def address_of(name: str, memory: Tensor | memoryview, *, writable: bool) -> tup
         require_on_host(name, memory)
         return memory.data_ptr(), memory.nbytes
     return _native.address_of(memory, writable)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """A copy of the bytes of `tensor`, without numpy, which torch does not require.
+
+    Raises:
+        ValueError: it is not on the CPU, or not contiguous.
+    """
+    require_on_host("tensor", tensor)
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""

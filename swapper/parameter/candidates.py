@@ -94,6 +94,8 @@ def why_not(tensor: torch.Tensor, device: torch.device | None = None) -> str:
         return f"its dtype is {tensor.dtype}, which has no NaN to show that it was read on {device.type}"
     if tensor.numel() == 0:
         return EMPTY
+    if tensor.is_inference() and tensor.device.type != "meta":
+        return "it was made in inference mode"
     if not tensor.is_leaf:
         return "it is computed from others"
     if not is_parameter and tensor.requires_grad:

@@ -22,6 +22,7 @@ _ADVICE = {
     "its class is": "of tensor subclasses only those can be moved that have __tensor_flatten__, as torchao's, and "
     "those of bitsandbytes: quantise the model with one of these, or use ordinary parameters",
     "its dtype is": "convert the model to another dtype, as with model.to(torch.bfloat16)",
+    "it was made in inference mode": "make the model outside of torch.inference_mode, and use it there",
     "it is no parameter": "register it as a parameter, or detach it",
     "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
     "a tensor that is neither": "delete that tensor, or make it a copy (clone), before swapper.offload",

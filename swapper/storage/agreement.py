@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
+from swapper.io.host_memory import bytes_of
 
 __all__ = ["agreed", "exchanged", "gathered_by_first", "process_group", "rank_count", "rank_of_process"]
 
@@ -109,7 +110,7 @@ def _all_gathered(value: _T, group: Any, count: int) -> list[_T]:
     given[: data.numel()] = data
     found = [torch.empty_like(given) for _ in values]
     gloo.allgather([found], [given]).wait()
-    return [pickle.loads(each[: int(length)].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
+    return [pickle.loads(bytes_of(each[: int(length)])) for each, length in zip(found, lengths, strict=True)]
 
 
 def _gloo_of_all() -> Any:

@@ -228,5 +228,5 @@ def import_in_use(package: str, modules: Mapping[str, str]) -> list[ModuleType]:
         name for theirs, name in modules.items() if importlib.util.find_spec(theirs.partition(".")[0]) is not None
     ][:1]
     if not used:
-        raise ImportError(f"{package} needs Lightning: pip install 'tensor-swapper[lightning]'")
+        raise ImportError(f"{package} needs Lightning: pip install 'lightning>=2.6'")
     return [importlib.import_module(f"{package}.{name}") for name in used]

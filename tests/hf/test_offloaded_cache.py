@@ -788,3 +788,21 @@ swapper.OffloadedCache
 def test_a_transformers_without_what_newer_ones_have() -> None:
     """An older one crops to what a newer one crops by. What the last one for Python 3.10 has not may be absent."""
     run_program([sys.executable, "-c", OTHER_TRANSFORMERS], check=True)
+
+
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = None
+import swapper
+swapper.OffloadedCache
+try:
+    from swapper.hf import SwapCallback
+except ImportError as error:
+    assert "pip install transformers accelerate" in str(error)
+else:
+    raise AssertionError("the Trainer needs it")
+"""
+
+
+def test_the_cache_needs_no_accelerate() -> None:
+    run_program([sys.executable, "-c", WITHOUT_ACCELERATE], check=True)

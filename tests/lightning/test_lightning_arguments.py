@@ -441,4 +441,4 @@ def test_without_lightning_the_import_says_what_to_install() -> None:
         "import sys\nsys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\nimport swapper.lightning\n"
     )
     done = run_program([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert "pip install 'tensor-swapper[lightning]'" in done.stderr
+    assert "pip install 'lightning>=2.6'" in done.stderr

@@ -73,10 +73,16 @@ def buffers(layer: nn.Module, w: torch.Tensor) -> None:
     layer.register_buffer("weight", w)
 
 
+def of_inference(layer: nn.Module, w: torch.Tensor) -> None:
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(w.clone())
+
+
 WEIGHT_BYTES = 5 * WIDTH * WIDTH
 STAYING: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], str, int]] = {
     "a class": (subclass, "its class is Int8Tensor; of tensor subclasses only those", WEIGHT_BYTES + 5 * 4),
     "fnuz": (lambda m, w: float8(torch.float8_e4m3fnuz, m, w), r"its dtype is torch\.float8_e4m3fnuz", WEIGHT_BYTES),
+    "inference": (of_inference, r"made in inference mode; make the model outside of", 4 * WEIGHT_BYTES),
 }
 
 
