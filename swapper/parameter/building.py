@@ -41,8 +41,9 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.attributes import HOME
 from swapper.tensors.evicted import is_ordinary, make_ordinary, refuse_copy, restore_for_good
-from swapper.tensors.homes import HOME, TemporaryHome, home_of
+from swapper.tensors.homes import TemporaryHome, home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 

@@ -59,9 +59,10 @@ from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.spans import Extent, Span, SpanStore, plan_spans
 from swapper.storage.store import RecordKey
+from swapper.tensors.attributes import ADDRESS, HOME, PARTS
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import evict, is_ordinary, restore_for_good
-from swapper.tensors.homes import ADDRESS, HOME, PARTS, home_of
+from swapper.tensors.homes import home_of
 from swapper.tensors.packed_codes import CodeForm, form_of
 
 __all__ = ["FileParameters", "FilePlan", "plan_from_files"]

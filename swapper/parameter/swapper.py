@@ -25,8 +25,9 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.attributes import PARTS
 from swapper.tensors.evicted import evict, refuse_pickle, restore_for_good
-from swapper.tensors.homes import PARTS, home_of
+from swapper.tensors.homes import home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.sharded import local_of
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.tensors.attributes import ADDRESS, HOME, UNFILLED
 from swapper.tensors.evicted_gradients import (
     ZEROES,
     GradientEvictedParameter,
@@ -46,7 +47,7 @@ from swapper.tensors.hollow import (
     is_hollow,
     operators_unanswered,
 )
-from swapper.tensors.homes import ADDRESS, HOME, LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+from swapper.tensors.homes import LAYOUT, METADATA, Call, Home, StandIn, home_of, present
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import PATIENCE_S, Patience
 from swapper.tensors.sharded import is_sharded

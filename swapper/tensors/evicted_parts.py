@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from swapper.tensors.attributes import PARTS
 from swapper.tensors.evicted_views import EvictedView, ViewOfParameter, parts_of
-from swapper.tensors.homes import PARTS, Call, Parts, home_of
+from swapper.tensors.homes import Call, Parts, home_of
 
 __all__ = ["PARTWISE", "PartwiseView", "answer_by_parts", "multiplies_by_parts"]
 

@@ -17,9 +17,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.tensors.attributes import UNFILLED
 from swapper.tensors.collectives import is_collective, run_collective, watch_lists
 from swapper.tensors.evicted_gradients import EvictedGradient
-from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+from swapper.tensors.homes import LAYOUT, METADATA, Call, Home, StandIn, home_of, present
 from swapper.tensors.packed_codes import is_packed
 
 __all__ = [

@@ -11,16 +11,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
+from swapper.tensors.attributes import HOME
 from swapper.tensors.inner import inner_tensors
 from swapper.tensors.sharded import local_of
 
 __all__ = [
-    "ADDRESS",
-    "HOME",
     "LAYOUT",
     "METADATA",
-    "PARTS",
-    "UNFILLED",
     "Call",
     "Home",
     "Parts",
@@ -30,18 +27,6 @@ __all__ = [
     "home_of",
     "present",
 ]
-
-HOME = "_swapper_home"
-"""Name of the attribute of a swapped tensor that holds its `Home`: a parameter, a buffer, or a tensor inside one."""
-
-ADDRESS = "_swapper_address"
-"""Name of the attribute of a parameter that keeps the mapped copy whose address it gave."""
-
-PARTS = "_swapper_parts"
-"""Name of the attribute of a parameter whose parts come one by one, with its `Parts`."""
-
-UNFILLED = "_swapper_unfilled"
-"""Name of the attribute of a tensor that has no values yet; see `swapper.tensors.unfilled`."""
 
 
 class Home(Protocol):

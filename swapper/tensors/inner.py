@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from swapper.tensors.attributes import HOME
 from swapper.tensors.sharded import is_sharded
 
 __all__ = ["Inner", "awaits_codes", "has_own_class", "inner_tensors", "is_wrapper", "made_of"]
@@ -124,4 +125,9 @@ def _of_quant_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
         return False
-    return one.data_ptr() == other.data_ptr()
+    homes = [vars(each).get(HOME) for each in (one, other)]
+    if homes == [None, None]:
+        return one.data_ptr() == other.data_ptr()
+    # A swapped one is asked for no address: that would be one of a copy.
+    first, second = ((home.owner, home.name) if home is not None else None for home in homes)
+    return first == second

@@ -18,9 +18,10 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.tensors.attributes import UNFILLED
 from swapper.tensors.evicted import EvictedParameter, class_in_memory
 from swapper.tensors.evicted_views import run
-from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, StandIn
+from swapper.tensors.homes import LAYOUT, METADATA, Call, StandIn
 
 __all__ = ["fill_with_nothing", "has_nothing", "is_unfilled", "mark_unfilled", "refuse_unfilled"]
 

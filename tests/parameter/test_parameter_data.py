@@ -18,8 +18,8 @@ from weight_files import state_to_save, write_weights
 
 import swapper
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.tensors.attributes import PARTS
 from swapper.tensors.evicted import is_evicted
-from swapper.tensors.homes import PARTS
 
 WIDTH = 48
 
