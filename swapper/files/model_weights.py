@@ -12,6 +12,7 @@ import torch
 
 from swapper.errors import ConfigError, SwapError
 from swapper.files.experts import ExpertTensors
+from swapper.files.own_loading import refuse_own_loading
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.files.unread import Step, evaluate, sources_of
 from swapper.files.weights import find_weights
@@ -89,10 +90,12 @@ def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> Model
 
     Raises:
         ConfigError: the model has parameters of bitsandbytes.
-        SwapError: they do not fit, or one of the files is broken; the message names file and tensor.
+        SwapError: they do not fit, or one of the files is broken; the message names file and tensor. Or the model has
+            a way of loading a state dict that changes values.
         SwapIOError: a file cannot be read, or is shorter than its header says.
     """
     stored = _match(model, path)
+    refuse_own_loading(model)
     return ModelWeights(stored, {}, lambda: _match(model, path) == stored)
 
 
