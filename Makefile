@@ -45,7 +45,7 @@ help:
 	@echo "make generate   generate with a Llama of 2.2 GB in 1.2 GB of memory, and plain, and compare (two minutes)"
 	@echo "make train-hf   fine-tune a Llama with the Trainer of transformers, everything on disk"
 	@echo "make test       lint, then a sample of the tests that touches everything (minutes)"
-	@echo "make test-all   lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
+	@echo "make test-all   lint, then every test, in many of its cases, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
 	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
 	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"

@@ -7,8 +7,10 @@ takes `_counting` alone, in which nobody waits: so whatever the thread holds tha
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +25,13 @@ from swapper.errors import SwapIOError, system_errors
 from swapper.io.devices import memory_advice
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle
-from swapper.storage.agreement import exchanged, rank_count
+from swapper.sizes import format_bytes
+from swapper.storage.agreement import exchanged, rank_count, rank_of_process
 from swapper.storage.buffers import BufferPool
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.mounts import check_nvme_paths
+from swapper.storage.runs import boot_id
 from swapper.storage.spans import SourceFile
 from swapper.storage.speed import DriveSpeed, measure_speeds
 from swapper.storage.store import TensorStore
@@ -46,7 +50,11 @@ __all__ = [
 ]
 
 
+log = logging.getLogger(__name__)
+
 _MadeT = TypeVar("_MadeT")
+_MUCH_OF_MEMORY = 0.8
+"""Of the host's: pools of more leave too little for the models."""
 _STAGING_ADVICE = (
     "records go between the drive and parameters through memory of the accelerator, of which aio.gds: off needs none; "
     "set that, or lower offload_param.device_bytes"
@@ -61,7 +69,7 @@ class Shared:
     _counting: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
-        run = _run_name()  # First: all ranks take part in it, whatever fails on one of them afterwards.
+        run = _introduce(config)  # First: all ranks take part in it, whatever fails on one of them afterwards.
         self._config = config  # Kept, so that its id stays its own.
         self._joined: dict[int, weakref.ref[OffloadConfig]] = {}  # by id, which another has once they are gone
         self._holders = 0
@@ -470,6 +478,25 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _run_name() -> str:
-    """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
-    return exchanged(secrets.token_hex(6))[0]
+def _introduce(config: OffloadConfig) -> str:
+    """Let all ranks know of this process, and say what those of one host take of it together.
+
+    Returns:
+        A name that no other run has; the same on all ranks, where rank 0 chooses it.
+    """
+    host = f"{socket.gethostname()} {boot_id()}"
+    ranks = exchanged((secrets.token_hex(6), host, rank_of_process(), config.pool_bytes))
+    here = [(rank, pool_bytes) for _, of, rank, pool_bytes in ranks if of == host]
+    if len(here) > 1 and here[0][0] == rank_of_process():
+        pools_bytes = sum(pool_bytes for _, pool_bytes in here)
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        is_much = pools_bytes > _MUCH_OF_MEMORY * memory_bytes
+        log.log(
+            logging.WARNING if is_much else logging.INFO,
+            "%d processes on this host have pools of %s together, of %s of memory%s",
+            len(here),
+            format_bytes(pools_bytes),
+            format_bytes(memory_bytes),
+            ": pool_bytes is of each process, lower it" if is_much else "",
+        )
+    return ranks[0][0]

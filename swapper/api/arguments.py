@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,13 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
-from swapper.storage.agreement import agreed
+from swapper.storage.agreement import agreed, exchanged
 from swapper.tensors.sharded import is_sharded
 
 __all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of", "tensors_of"]
+
+_ALIKE = ("offload_gradient.device", "offload_optimizer.step_in_backward")
+"""Settings by which ranks have other collectives."""
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -22,15 +26,31 @@ ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 def as_config(
     config: ConfigLike, optimizers: Iterable[object] = (), parameters: Iterable[torch.Tensor] = ()
 ) -> OffloadConfig:
-    """The config that was given, or that of the file or mapping. Raises ConfigError if it is none of these.
+    """The config that was given, or that of the file or mapping.
 
     Args:
         config: what users pass.
         optimizers, parameters: if any of the parameters are sharded, this fails on all ranks if it does on one.
+
+    Raises:
+        ConfigError: it is none of these; or of sharded parameters ranks have settings that all must have alike.
     """
     groups = (group for each in optimizers if isinstance(each, Optimizer) for group in each.param_groups)
-    with agreed(any(map(is_sharded, (*parameters, *(p for group in groups for p in group["params"]))))):
-        return _as_config(config)
+    sharded = any(map(is_sharded, (*parameters, *(p for group in groups for p in group["params"]))))
+    with agreed(sharded):
+        settings = _as_config(config)
+    if sharded:
+        _refuse_different(settings)
+    return settings
+
+
+def _refuse_different(settings: OffloadConfig) -> None:
+    """Refuse, on all ranks, what would let some wait for others in a step. Collective."""
+    ranks = exchanged([str(operator.attrgetter(name)(settings)).lower() for name in _ALIKE])
+    for name, values in zip(_ALIKE, zip(*ranks, strict=True), strict=True):
+        if len(set(values)) > 1:
+            found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ConfigError(f"{name}: {found}; where parameters are sharded all ranks must have the same")
 
 
 def _as_config(config: ConfigLike) -> OffloadConfig:

@@ -322,7 +322,7 @@ def load_checkpoint(
     optimizer: Optimizers = None,
     *,
     together: bool = False,
-    annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
 ) -> Any:
     """Bring model and optimizer to where they were when `directory` was saved, to the bit.
 
@@ -479,13 +479,13 @@ class OpenCheckpoint:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         *,
         together: bool = False,
     ) -> None:
         self.together = together
         self.directory = Path(os.path.abspath(path_given("directory", directory)))
-        several = [annex] if isinstance(annex, (str, bytes, os.PathLike)) else annex
+        several = [annex] if isinstance(annex, (str, bytes, os.PathLike)) else annex or ()
         annexes = [Path(os.path.abspath(path_given("annex", each))) for each in several]
         remove_leftovers(self.directory.parent)
         self._checkpoint = Checkpoint(self.directory, annexes=annexes)

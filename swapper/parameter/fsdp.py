@@ -389,7 +389,9 @@ def _groups_of(model: torch.nn.Module) -> list[Any]:
 
 def _groups_of_state(state: Any) -> list[Any]:
     """Those of the modules of one call of `fully_shard`; none of a torch that has other names."""
-    groups = getattr(state, _GROUPS, [getattr(state, _GROUP, None)])
+    # Where parameters of one call have several meshes, a newer torch refuses to give one group.
+    several = hasattr(state, _GROUPS)
+    groups: list[Any] = getattr(state, _GROUPS, []) if several else [getattr(state, _GROUP, None)]
     return [group for group in groups if group is not None]
 
 

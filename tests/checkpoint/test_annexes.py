@@ -170,6 +170,13 @@ def test_a_path_is_wanted(training: SmallTraining, tmp_path: Path) -> None:
         training.load(saved(training, tmp_path), [3])
 
 
+def test_none_is_no_annex_in_both(training: SmallTraining, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    training.save(path, None)
+    training.load(path, None)
+    assert not annexes_in(path)
+
+
 # --- Where they are found --------------------------------------------------------------------------------------------
 
 

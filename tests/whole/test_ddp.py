@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,34 @@ def look_at_directories(rank: int, directory: str) -> None:
     assert names == [f"{run}-{i}" for i in range(RANKS)]
     torch.distributed.barrier()
     pair.close()
+
+
+def read_log(rank: int, directory: str) -> None:
+    """The first rank of a host says what its processes take together; a warning where that leaves too little."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("swapper.session")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    for much in (False, True):
+        records.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if much:
+                patch.setattr("swapper.session._MUCH_OF_MEMORY", 1e-6)
+            Pair(rank, directory, "state-gradients", 1, {}).close()
+        if rank:
+            assert not records
+            continue
+        (record,) = records
+        text = record.getMessage()
+        assert text.startswith(f"{RANKS} processes on this host have pools of ")
+        assert record.levelno == (logging.WARNING if much else logging.INFO)
+        assert text.endswith("pool_bytes is of each process, lower it") == much
+
+
+def test_processes_of_a_host_are_counted(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(read_log, str(nvme_path))
 
 
 def test_each_rank_has_a_directory_of_its_own(nvme_path: Path, leaves_nothing: None) -> None:

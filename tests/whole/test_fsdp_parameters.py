@@ -45,6 +45,12 @@ import swapper
 from swapper.parameter import fsdp
 from swapper.tensors.evicted import is_evicted
 
+CLASSES: list[type[torch.optim.Optimizer]] = [
+    *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adadelta, torch.optim.Adamax),
+    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop),
+]
+"""Rprop fails on DTensors in plain PyTorch, too."""
+
 
 def cases(count: int, rank_count: int) -> Iterator[Case]:
     chance = random.Random(f"{SEED} {rank_count} parameters")
@@ -56,7 +62,7 @@ def cases(count: int, rank_count: int) -> Iterator[Case]:
         micro_batches = chance.choice([1, 2])
         yield Case(
             dtype,
-            chance.choice([torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
+            chance.choice(CLASSES),
             masters=dtype is torch.bfloat16 and chance.random() < 0.5,
             reshard=chance.random() < 0.5,
             mixed=dtype is torch.float32 and chance.random() < 0.5,
@@ -152,6 +158,10 @@ def are_refused(rank: int, directory: str) -> None:
         given: Any = "no.yaml" if rank == failing else config_of(directory)
         with pytest.raises(swapper.ConfigError, match=f"{'' if rank == failing else f'on rank {failing}: .*'}no.yaml"):
             swapper.offload(net, config=given)
+    more = {"offload_gradient": {"device": "nvme"}} if rank else {}
+    refuses(net, "^offload_gradient.device: none on rank 0, nvme on rank 1; where", **more)
+    more = {"offload_optimizer": {"device": "nvme", "step_in_backward": not rank}}
+    refuses(net, "^offload_optimizer.step_in_backward: true on rank 0, false on rank 1; where", **more)
     assert same(loss_of(net), loss_of(plain))
     swapper.offload(net, config=config_of(directory))
     net.swapper.close()  # type: ignore[operator, union-attr]
@@ -172,6 +182,38 @@ def train_beside_ignored(rank: int, directory: str) -> None:
     nets[1].swapper.close()  # type: ignore[operator, union-attr]
 
 
+def train_on_several_meshes(rank: int, directory: str) -> None:
+    """Parameters of one call of `fully_shard` have several meshes, as experts have: it makes a group of each."""
+    common = torch.distributed.fsdp._fully_shard._fsdp_common
+    if not hasattr(common, "ShardPlacementResult"):  # Of an older torch.
+        return
+    one = init_device_mesh("cpu", (2,))
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    experts = common.HSDPMeshInfo(two, shard_mesh_dim=1, replicate_mesh_dim=0)
+    runs = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        expert = net[1].weight
+
+        def place(p: nn.Parameter, expert: nn.Parameter = expert) -> Any:
+            return common.ShardPlacementResult(Shard(0), experts) if p is expert else None
+
+        fully_shard(net, mesh=one, shard_placement_fn=place)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        if swapped:
+            swapper.offload(net, optimizer, config_of(directory, offload_gradient={"device": "nvme"}))
+        for _ in range(3):
+            net(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([local(p).detach().clone() for p in net.parameters()])
+        if swapped:
+            net.swapper.close()  # type: ignore[operator, union-attr]
+            swapper.of(optimizer).close()
+    assert all(map(same, *runs))
+
+
 def use_all(rank: int, directory: str) -> None:
     for work in (*USES, train_beside_ignored, are_refused):
         try:
@@ -186,6 +228,11 @@ def use_all(rank: int, directory: str) -> None:
 @pytest.mark.long
 def test_state_dicts_uses_and_refusals(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(use_all, str(nvme_path))
+
+
+@pytest.mark.long
+def test_parameters_of_one_module_on_several_meshes(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(train_on_several_meshes, str(nvme_path))
 
 
 def reshard_to_fewer(rank: int, directory: str) -> None:
