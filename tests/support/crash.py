@@ -1,4 +1,4 @@
-"""A training that is killed again and again: `python crash.py NVME_PATH KILLS MODE`. See test_checkpoint_crash.py.
+"""A training that is killed again and again: `crash.py NVME_PATH KILLS MODE ENCODING`. See test_checkpoint_crash.py.
 
 Torch is imported once; each life of the training is a fork of this process, which itself never computes anything. It
 begins with what it finds on disk, checks that against the run without interruption, and goes on until it is killed.
@@ -6,6 +6,7 @@ begins with what it finds on disk, checks that against the run without interrupt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,11 @@ STEPS = 150
 """Of the run without interruption; a training that gets there begins anew."""
 
 
-def make(path: Path | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+LOSSY = ("bf16", "int8")
+"""Encodings whose run without interruption is one with its state on the drive, too."""
+
+
+def make(path: Path | None, encoding: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 130), nn.Tanh(), nn.Linear(130, 65), nn.BatchNorm1d(65), nn.Linear(65, 3))
@@ -39,7 +44,7 @@ def make(path: Path | None) -> tuple[nn.Module, torch.optim.Optimizer]:
             nvme_path=path,
             pool_bytes="2MiB",
             bucket_bytes="64KiB",
-            offload_optimizer={"device": "nvme"},
+            offload_optimizer={"device": "nvme", "encoding": encoding},
             offload_param={"device": "nvme"},
             checkpoint={"keep_last": 2},
         )
@@ -64,8 +69,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def uninterrupted() -> list[str]:
-    model, optimizer = make(None)
+def uninterrupted(path: Path, encoding: str) -> list[str]:
+    model, optimizer = make(path if encoding in LOSSY else None, encoding)
     digests = []
     for turn in range(STEPS):
         step(model, optimizer, turn)
@@ -73,8 +78,8 @@ def uninterrupted() -> list[str]:
     return digests
 
 
-def tell_uninterrupted(writing: int) -> None:
-    os.write(writing, json.dumps(uninterrupted()).encode())
+def tell_uninterrupted(path: Path, encoding: str, writing: int) -> None:
+    os.write(writing, json.dumps(uninterrupted(path, encoding)).encode())
 
 
 def in_child(work: Callable[[int], None]) -> tuple[int, int]:
@@ -109,7 +114,7 @@ def read_lines(descriptor: int, count: int) -> str:
     return said.decode()
 
 
-def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
+def live(path: Path, mode: str, encoding: str, expected: list[str], writing: int) -> None:
     """One life: what is on disk is whole, and is gone on with."""
     saved, ended = path / "checkpoints", path / "ended"
     shutil.rmtree(ended, ignore_errors=True)
@@ -121,7 +126,7 @@ def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
                 checkpoint.verify(name)
     for new in path.glob(".swapper-new-*"):  # Killed before it was locked: it might be another run just starting.
         os.utime(new, (0, 0))
-    model, optimizer = make(path)
+    model, optimizer = make(path, encoding)
     turn = 0
     if found:
         turn = swapper.load_checkpoint(found[-1], model, optimizer)["turn"]
@@ -143,15 +148,15 @@ def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
 
 
 def main() -> None:
-    path, kills, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    pid, reading = in_child(tell_uninterrupted)
+    path, kills, mode, encoding = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    pid, reading = in_child(functools.partial(tell_uninterrupted, path, encoding))
     expected = json.loads(read_all(reading))
     os.waitpid(pid, 0)
     chance = random.Random(int(os.environ.get("SWAPPER_FUZZ_SEED") or time.time_ns()))
     killed = checked = turns = ends = 0
     start_s = save_s = 1.0
     while killed < kills:
-        pid, reading = in_child(lambda writing: live(path, mode, expected, writing))
+        pid, reading = in_child(functools.partial(live, path, mode, encoding, expected))
         said = ""
         if chance.random() < 0.25:  # Maybe before it is under way.
             time.sleep(chance.uniform(0, start_s))
