@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import swapper
 from swapper.errors import ConfigError
+from swapper.storage.buffers import PoolExhausted
 
 KINDS: dict[str, dict[str, Any]] = {
     "state that stays in part": {"offload_optimizer": {"device": "nvme", "resident_bytes": "3MiB"}},
@@ -81,6 +83,43 @@ def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path
         swapper.of(optimizer).close()
     if "swapper" in vars(model):
         model.swapper.close()  # type: ignore[operator, union-attr]
+
+
+def gather(model: nn.Module) -> None:
+    with swapper.gathered(model):
+        pass
+
+
+def keep_graph(model: nn.Module) -> None:
+    torch.autograd.grad(model(torch.ones(4, 512)).sum(), list(model.parameters()), create_graph=True)
+
+
+def keep_views(model: nn.Module) -> None:
+    views = [p.detach() for p in model.parameters()]
+    assert all(view.isfinite().all() for view in views)
+
+
+@pytest.mark.parametrize("use", [gather, keep_graph, keep_views])
+@pytest.mark.parametrize("kind", ["parameters", "everything", "both stay in part"])
+def test_what_a_full_pool_asks_for_is_enough(kind: str, use: Callable[[nn.Module], None], nvme_path: Path) -> None:
+    """Of a larger pool parameters get a part only, if state and gradients share it."""
+
+    def used(pool_bytes: int) -> None:
+        model, each = make(0 if kind == "parameters" else 1)
+        swapper.offload(model, each, config_for(nvme_path, pool_bytes, kind))
+        try:
+            use(model)
+        finally:
+            model.swapper.close()  # type: ignore[operator, union-attr]
+            for optimizer in each:
+                swapper.of(optimizer).close()
+
+    model, each = make(0 if kind == "parameters" else 1)
+    with pytest.raises(PoolExhausted) as caught:
+        used(swapper.check(model, each, config_for(nvme_path, 1 << 30, kind)).pool_needed_bytes)
+    needed_bytes = int(re.findall(r"pool_bytes (?:to at least|of up to) (\d+)", str(caught.value))[-1])
+    del caught
+    used(needed_bytes)
 
 
 @pytest.mark.parametrize("kind", ["state that stays in part", "everything", "both stay in part"])

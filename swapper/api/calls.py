@@ -244,7 +244,7 @@ def _convert(
     shares = budget.shares()
     if parameters is not None:
         if swapper is not None:
-            swapper.share_pool(shares.parameters)
+            swapper.share_pool(budget)
         else:
             number, device = next(OWNERS), None if room is None else room.device
             pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
@@ -257,6 +257,7 @@ def _convert(
                 release,
             )
             object.__setattr__(model, "swapper", swapper)
+            swapper.share_pool(budget)
             swapper.made_with = settings
     # Now the swappers get to know each other: until here none depended on one that comes later.
     for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):

@@ -26,6 +26,7 @@ from swapper.parameter.records import ParameterLocation, ParameterRecord
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import Order, Use
+from swapper.storage.budget import PoolBudget
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
@@ -219,17 +220,30 @@ class Held:
 
 
 class ParameterPolicy(CyclicPolicy):
-    """Says why there is no room."""
+    """Says why there is no room.
+
+    Attributes:
+        budget: the sum by which records have their room in the pool; None if others have none of it.
+    """
+
+    budget: PoolBudget | None = None
+
+    def pool_bytes_for(self, room_bytes: int, capacity_bytes: int, limit_bytes: int) -> int:
+        """What the pool, of `capacity_bytes` now, must have for `room_bytes` of records instead of `limit_bytes`."""
+        if self.budget is not None:
+            return self.budget.pool_bytes_for(room_bytes)
+        return capacity_bytes - limit_bytes + room_bytes
 
     def refuse(self, cache: RecordCache, length_bytes: int) -> None:
         """Raise the sum."""
         assert cache.limit_bytes is not None
+        now_bytes = cache.pool.capacity_bytes, cache.limit_bytes
         sizes = [(held, held.length_bytes) for held in self._contents if isinstance(held, Held)]
         if (found := one_call_of(sizes, cache.limit_bytes)) is not None:
             what, together_bytes = found
             raise PoolExhausted(
                 f"{what} of the pool, where they have {format_bytes(cache.limit_bytes)}; {ONE_CALL}, or set "
-                f"pool_bytes to at least {cache.pool.capacity_bytes + together_bytes - cache.limit_bytes}"
+                f"pool_bytes to at least {self.pool_bytes_for(together_bytes, *now_bytes)}"
             )
         held_bytes = cache.records.length_bytes
         missing_bytes = held_bytes + length_bytes - cache.limit_bytes
@@ -239,8 +253,9 @@ class ParameterPolicy(CyclicPolicy):
             f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(held_bytes)} of "
             f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set pool_bytes to at least "
-            f"{cache.pool.capacity_bytes + missing_bytes}, plus the length of each further record of which views are "
-            f"kept{_about_ddp()}{about_graphs('pool_bytes', sizes, cache.pool.capacity_bytes - cache.limit_bytes)}"
+            f"{self.pool_bytes_for(cache.limit_bytes + missing_bytes, *now_bytes)}, plus the length of each further "
+            f"record of which views are kept{_about_ddp()}"
+            + about_graphs("pool_bytes", self.pool_bytes_for(_length_of(sizes), *now_bytes))
         )
 
 
@@ -441,19 +456,21 @@ def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[st
     return what, sum(length_bytes for held, length_bytes in sizes if held.holds)
 
 
-def about_graphs(setting: str, sizes: Sequence[tuple[Held, int]], beside_bytes: int) -> str:
+def about_graphs(setting: str, all_bytes: int) -> str:
     """Say what a graph of gradients keeps, for the end of an error: nobody would call that a view.
 
     Args:
         setting: the one that bounds the room of parameters.
-        sizes: all records, with the bytes that each takes.
-        beside_bytes: of `setting`, what parameters do not get.
+        all_bytes: what it has to be for all parameters to have room.
     """
-    all_bytes = beside_bytes + sum(length_bytes for _, length_bytes in sizes)
     return (
         "; the graph of a backward pass with create_graph=True keeps all parameters that the pass has used: it needs "
         f"{setting} of up to {all_bytes}"
     )
+
+
+def _length_of(sizes: Sequence[tuple[Held, int]]) -> int:
+    return sum(length_bytes for _, length_bytes in sizes)
 
 
 def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:

@@ -387,12 +387,13 @@ class DeviceTier:
                 f"offload_param.device_bytes to at least {together_bytes + self._beside_bytes}"
             )
         holders = [held for held in self._records if held.values]
+        all_bytes = sum(length_bytes for _, length_bytes in sizes)
         raise PoolExhausted(
             f"no room on {self.device} for {format_bytes(length_bytes)} of parameters: {format_bytes(self.used_bytes)} "
             f"of {format_bytes(self.limit_bytes)} are held by {len(holders)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set offload_param.device_bytes to at "
             f"least {self.used_bytes + length_bytes + self._beside_bytes}, plus the length of each further record of "
-            f"which views are kept{about_graphs('offload_param.device_bytes', sizes, self._beside_bytes)}"
+            f"which views are kept{about_graphs('offload_param.device_bytes', all_bytes + self._beside_bytes)}"
         )
 
     def _evict(self, held: HeldOnDevice) -> None:

@@ -53,6 +53,7 @@ from swapper.parameter.swapper import ParameterSwapper
 from swapper.parameter.what_stays import SMALL
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.budget import PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
@@ -447,9 +448,9 @@ class FileParameters(ParameterSwapper):
         if self._experts is not None:
             self._experts.limit(budget_bytes - dense_bytes, budget_bytes)
 
-    def share_pool(self, budget_bytes: int) -> None:
+    def share_pool(self, budget: PoolBudget) -> None:
         """As for all swappers; parts of fused parameters have their share of it."""
-        self._share_out(budget_bytes)
+        self._share_out(budget.shares().parameters)
 
     def flush(self) -> None:
         """As for all swappers. Raises SwapError if a part of a fused parameter was changed."""

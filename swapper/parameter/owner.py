@@ -367,7 +367,7 @@ class ParameterOwner(ParameterCache):
             raise PoolExhausted(
                 f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together, and the pool "
                 f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
-                f"at least {self._pool.capacity_bytes + needed_bytes - self._budget_bytes}"
+                f"at least {self._policy.pool_bytes_for(needed_bytes, self._pool.capacity_bytes, self._budget_bytes)}"
             )
         with self.used(parts):
             yield

@@ -21,6 +21,7 @@ from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.budget import PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
@@ -209,10 +210,11 @@ class ParameterSwapper(ParameterOwner):
         """The transfers of parameters since the model was offloaded; those of weights that stay in files too."""
         return moves_of(self.metrics)
 
-    def share_pool(self, budget_bytes: int) -> None:
-        """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
+    def share_pool(self, budget: PoolBudget) -> None:
+        """Others need the pool, too: hold at most what `budget` shares out, no less than `plan.needs.least_bytes`."""
         if self._store is not None:
-            self._cache.limit_bytes = self._budget_bytes = budget_bytes
+            self._cache.limit_bytes = self._budget_bytes = budget.shares().parameters
+            self._policy.budget = budget
 
     def flush(self) -> None:
         """Write what changed and wait until it is on disk.

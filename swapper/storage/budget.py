@@ -198,13 +198,26 @@ class PoolBudget:
     def shares(self) -> Shares:
         """Share out the room beyond the sum."""
         left_bytes = self._left_bytes
-        record_bytes = max((each.state.largest_bytes for each in self.optimizers if each.state is not None), default=0)
         parameter_bytes = 0
         if self.parameters is not None:
             # Parameters leave what makes a step fast, reading ahead, as far as they can do without.
-            gradient_bytes = max((each.gradient_bytes // IN_FLIGHT for each in self.optimizers), default=0)
-            leave_bytes = min(left_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
+            leave_bytes = min(left_bytes // 2, self._ahead_bytes)
             parameter_bytes = max(self.parameters.least_bytes, left_bytes - leave_bytes)
             left_bytes -= min(parameter_bytes, self.parameters.total_bytes)
         # State and gradients each get half of the rest. Of the records in flight one is in use, and not prefetched.
-        return Shares(parameter_bytes, (IN_FLIGHT - 1) * record_bytes + left_bytes // 2, left_bytes // 2)
+        return Shares(parameter_bytes, (IN_FLIGHT - 1) * self._record_bytes + left_bytes // 2, left_bytes // 2)
+
+    def pool_bytes_for(self, parameter_bytes: int) -> int:
+        """The least pool of which `shares` gives parameters `parameter_bytes`, if that is more than they have."""
+        wanted_bytes = parameter_bytes + min(parameter_bytes, self._ahead_bytes)
+        return self.pool_bytes - self._left_bytes + wanted_bytes
+
+    @property
+    def _record_bytes(self) -> int:
+        return max((each.state.largest_bytes for each in self.optimizers if each.state is not None), default=0)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        """Of records and gradients that are worth reading ahead."""
+        gradient_bytes = max((each.gradient_bytes // IN_FLIGHT for each in self.optimizers), default=0)
+        return READ_AHEAD * (self._record_bytes + gradient_bytes)
