@@ -2,18 +2,20 @@
 
 Each row is an optimizer and an encoding; "exact" and "encoded" are the means over seeds of the loss on text that was
 not trained on, "difference" is the mean of the differences, and "seeds" is how far apart exact runs of different seeds
-are (standard deviation).
+are (standard deviation). With `--torchao` the row "torchao" is torchao's `AdamW8bit` in memory, beside AdamW: it is
+compiled first, which takes a minute.
 
     python benchmarks/encoded_loss.py --nvme-path DIR [--steps 2000] [--seeds 3] [--classes AdamW NAdam RMSprop SGD]
-        [--encodings bf16 int8]
+        [--encodings bf16 int8] [--torchao]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 ENCODINGS = ("bf16", "int8")
-COLORS = {"exact": "black", "bf16": "tab:red", "int8": "tab:blue"}
+TORCHAO = "torchao"
+COLORS = {"exact": "black", "bf16": "tab:red", "int8": "tab:blue", TORCHAO: "tab:green"}
 EVALUATED = 20
 """Batches of the loss that is compared."""
 
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
+    parser.add_argument("--torchao", action="store_true", help="compare its AdamW8bit, too")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--context", type=int, default=64)
@@ -56,10 +60,10 @@ def main() -> None:
     held_out = len(text) // 10
     print(f"{system()}; {arguments.steps} steps, {arguments.seeds} seeds", flush=True)
     print(f"{'optimizer':<10}{'encoding':<10}{'exact':>10}{'encoded':>10}{'difference':>12}{'of it':>9}{'seeds':>10}")
-    encodings = ("exact", *arguments.encodings)
     rows: list[dict[str, Any]] = []
     curves: dict[str, dict[str, list[list[float]]]] = {}
     for name in arguments.classes:
+        encodings = ["exact", *arguments.encodings, *[TORCHAO] * (arguments.torchao and name == "AdamW")]
         curves[name] = {encoding: [] for encoding in encodings}
         losses: dict[str, list[float]] = {encoding: [] for encoding in encodings}
         for seed, encoding in itertools.product(range(arguments.seeds), encodings):
@@ -69,7 +73,7 @@ def main() -> None:
         spread = statistics.stdev(losses["exact"]) if arguments.seeds > 1 else float("nan")
         rows.append({"optimizer": name, "losses": losses, "spread": spread})
         exact = statistics.fmean(losses["exact"])
-        for encoding in arguments.encodings:
+        for encoding in encodings[1:]:
             encoded = statistics.fmean(losses[encoding])
             print(
                 f"{name:<10}{encoding:<10}{exact:>10.4f}{encoded:>10.4f}{encoded - exact:>+12.4f}"
@@ -88,10 +92,13 @@ def train(
     torch.manual_seed(seed)
     shape = Shape(layers=arguments.layers, heads=4, width=arguments.width, context=arguments.context)
     model = GPT(shape)
-    optimizer = CLASSES[name](model.parameters())
-    state = {"device": "nvme", "encoding": encoding, "native_step": "on"}
-    config = swapper.OffloadConfig(nvme_path=arguments.nvme_path, pool_bytes="64MiB", offload_optimizer=state)
-    swapper.wrap_optimizer(optimizer, config)
+    if encoding == TORCHAO:
+        optimizer = torchao_adamw(model.parameters())
+    else:
+        optimizer = CLASSES[name](model.parameters())
+        state = {"device": "nvme", "encoding": encoding, "native_step": "on"}
+        config = swapper.OffloadConfig(nvme_path=arguments.nvme_path, pool_bytes="64MiB", offload_optimizer=state)
+        swapper.wrap_optimizer(optimizer, config)
     losses = []
     try:
         for tokens, targets in itertools.islice(batches(text, 8, shape.context, seed), arguments.steps):
@@ -101,12 +108,19 @@ def train(
             optimizer.zero_grad()
             losses.append(loss.item())
     finally:
-        swapper.of(optimizer).close()
+        if encoding != TORCHAO:
+            swapper.of(optimizer).close()
     with torch.no_grad():
         few = itertools.islice(batches(held_out, 32, shape.context, 0), EVALUATED)
         result = statistics.fmean(model.loss(tokens, targets).item() for tokens, targets in few)
     every = arguments.every
     return [statistics.fmean(losses[at : at + every]) for at in range(0, len(losses), every)], result
+
+
+def torchao_adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Its AdamW with state in 8 bits, with the options of that in `CLASSES`."""
+    made: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, lr=1e-3)
+    return made
 
 
 def draw(curves: dict[str, dict[str, list[list[float]]]], every: int, path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swapper.errors import SwapError, show
 
@@ -25,7 +26,9 @@ _COPY: Any = torch.ops.aten.copy_.default
 
 
 def refuse_own_loading(model: torch.nn.Module) -> None:
-    """Refuse a model whose own way of loading changes values. Its tensors are neither read nor written.
+    """Refuse a model whose own way of loading changes values, as far as tensors without values show it.
+
+    What hooks do to anything else, as to an attribute of their module, they do once, as when a state dict is loaded.
 
     Raises:
         SwapError: names module and tensor.
@@ -37,6 +40,12 @@ def refuse_own_loading(model: torch.nn.Module) -> None:
     }
     with torch.no_grad():
         _load(model, state, "")
+    if type(model).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(model):
+        log.warning(
+            "weights: the load_state_dict of %s is its own, and is not called, because weights that stay in their "
+            "files are not loaded; if it changes values use swapper.materialize and swapper.load_safetensors",
+            type(model).__name__,
+        )
     if late := [name or "the model" for name, each in model.named_modules() if each._load_state_dict_post_hooks]:
         log.warning(
             "weights: hooks that are registered by register_load_state_dict_post_hook are not called, because weights "
@@ -49,24 +58,39 @@ def _load(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str) 
     """As `load_state_dict` goes through modules."""
     own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
     if own or module._load_state_dict_pre_hooks:
-        given, changes = dict(state), _Changes()
+        given = dict(state)
         arguments: tuple[Any, ...] = (state, prefix, {}, True, [], [], [])
         try:
-            with changes:
-                if own:  # It calls the hooks.
-                    _twin(module)._load_from_state_dict(*arguments)
-                else:
+            if own:
+                what = _try_own(_twin(module), given, arguments)
+            else:
+                with _Changes({}) as changes:
                     for hook in module._load_state_dict_pre_hooks.values():
                         hook(*arguments)
+                what = "a tensor" if changes.found else ""
         except Exception as error:
             raise _refused(module, prefix, f"cannot be tried on tensors without values ({show(error)})") from error
-        changed = [key for key, tensor in given.items() if state.get(key) is not tensor]
-        if changed or changes.found:
-            raise _refused(module, prefix, f"changes {', '.join(changed[:3]) or 'what it has loaded'}")
+        what = ", ".join([key for key, tensor in given.items() if state.get(key) is not tensor][:3]) or what
+        if what:
+            raise _refused(module, prefix, f"changes {what}")
     for name, child in module._modules.items():
         if child is not None:
             below = {key: value for key, value in state.items() if key.startswith(f"{prefix}{name}.")}
             _load(child, below, f"{prefix}{name}.")
+
+
+def _try_own(twin: torch.nn.Module, given: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> str:
+    """Call its `_load_from_state_dict`, which calls the hooks, too. Returns what is changed in its own way, or ""."""
+    before = _tensors_of(twin)
+    prefix = arguments[1]
+    gets = {id(tensor): id(given[key]) for name, (tensor, _) in before.items() if (key := prefix + name) in given}
+    with _Changes(gets) as changes:
+        twin._load_from_state_dict(*arguments)
+    after = _tensors_of(twin)
+    same = before.keys() == after.keys() and all(
+        each is after[name][0] and memory == after[name][1] for name, (each, memory) in before.items()
+    )
+    return "" if same and not changes.found and not changes.expected else "what it has loaded"
 
 
 def _refused(module: torch.nn.Module, prefix: str, what: str) -> SwapError:
@@ -86,6 +110,12 @@ def _twin(module: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
+def _tensors_of(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """Parameters and buffers of the module itself, each with what tells its memory from other."""
+    own = {**module._parameters, **module._buffers}
+    return {name: (each, each.untyped_storage()._cdata) for name, each in own.items() if each is not None}
+
+
 def _on_meta(tensors: Mapping[str, torch.Tensor | None], make: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     for name, tensor in tensors.items():
         if tensor is None:
@@ -96,13 +126,21 @@ def _on_meta(tensors: Mapping[str, torch.Tensor | None], make: Any) -> Iterator[
 
 
 class _Changes(TorchDispatchMode):
-    """Notes operations that change a tensor without values, beside that by which a parameter gets what was loaded."""
+    """Notes operations that change a tensor without values, beside those by which parameters get what was loaded.
 
-    def __init__(self) -> None:
+    Attributes:
+        expected: by `id` of a parameter that of the tensor which it is to get. Those that have got it are taken out.
+        found: something else was changed.
+    """
+
+    def __init__(self, expected: dict[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.expected = expected
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        changes = func._schema.is_mutable and func is not _COPY
-        self.found |= changes and any(isinstance(each, torch.Tensor) and each.is_meta for each in args[:1])
+        if func is _COPY and self.expected.get(id(args[0])) == id(args[1]):
+            del self.expected[id(args[0])]
+        elif func._schema.is_mutable:
+            self.found |= any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))

@@ -75,6 +75,7 @@ class ClassStep:
             groups[number]["params"].append(tensor)
             states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
             if own := self._settings.get(id(operand.segment.parameter)):
+                _refuse_part(optimizer, operand.segment)
                 settings[tensor] = own
         before = [dict(state) for state in states.values()]
         shown = self._among_others(optimizer, groups)
@@ -304,6 +305,16 @@ class ClassStep:
             narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
         narrowed["params"] = []
         return narrowed
+
+
+def _refuse_part(optimizer: Optimizer, segment: Segment) -> None:
+    """Refuse a part of a parameter that has settings of its own, which came when it had been planned."""
+    if not segment.whole:
+        raise ConfigError(
+            f"{type(optimizer).__name__}: GlobalOptimManager of bitsandbytes has settings for a parameter that is "
+            "stepped in parts, which they may not go with; make them before swapper.wrap_optimizer, which then steps "
+            "it whole"
+        )
 
 
 def _is_mutable(value: Any) -> bool:

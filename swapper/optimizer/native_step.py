@@ -31,6 +31,7 @@ from swapper.optimizer.placement import IMMUTABLE
 from swapper.optimizer.probe import has_only_elementwise_code, is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
 from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
+from swapper.optimizer.single_settings import has_manager
 from swapper.optimizer.step_function import has_step_of_torch
 from swapper.optimizer.step_program import (
     NativeProgram,
@@ -193,7 +194,7 @@ class NativeSteps:
         Args:
             planned: what it will step.
         """
-        if not self.enabled or not is_elementwise(optimizer):
+        if not self.enabled or not is_elementwise(optimizer) or has_manager(optimizer):
             return
         self._count((of.group, of.numel) for of in planned)
         kinds = {
@@ -252,7 +253,8 @@ class NativeSteps:
         if not self.enabled:
             return []
         if self._is_elementwise is None:
-            self._is_elementwise = is_elementwise(optimizer)
+            # With settings of single parameters a group's options are not all that the class goes by.
+            self._is_elementwise = is_elementwise(optimizer) and not has_manager(optimizer)
             self._is_declared = has_only_elementwise_code(type(optimizer))
         if not self._is_elementwise or (torch.get_num_threads() > 1 and _flushes_denormals()):
             return []  # torch's threads do as that one that made them did.

@@ -434,7 +434,8 @@ class OptimizerPlan:
         return plan_segments(
             known,
             self._specs[like],
-            segmented=self._segmented[key] and not known.keeps_whole,
+            # Whether its bits may be cut with settings of its own was not tried.
+            segmented=self._segmented[key] and not known.keeps_whole and settings is None,
             low_precision=low_precision,
             threads=self.threads,
             master=master,

@@ -14,13 +14,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Settings", "lent_manager", "settings_of", "take_settings"]
+__all__ = ["Settings", "has_manager", "lent_manager", "settings_of", "take_settings"]
 
 Settings = Mapping[str, Any]
 
 
+def has_manager(optimizer: Optimizer) -> bool:
+    """True if the class may find settings for single parameters."""
+    return _manager_of(optimizer) is not None
+
+
 def settings_of(optimizer: Optimizer) -> dict[int, Settings]:
-    """What the class's next step will find for single parameters, by their `id`; without what it finds for none."""
+    """What the class's next step will find for parameters that have settings of their own, by their `id`."""
     if (manager := _manager_of(optimizer)) is None:
         return {}
     by_module: dict[int, Settings] = {}
@@ -33,9 +38,10 @@ def settings_of(optimizer: Optimizer) -> dict[int, Settings]:
     found: dict[int, Settings] = {}
     for number, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            settings = by_module.get(id(p)) or {**by_position.get((number, i), {}), **by_id.get(id(p), {})}
-            if settings:
-                found[id(p)] = settings
+            if (number, i) in by_position or id(p) in by_id or id(p) in by_module:
+                # Which of them count its version of bitsandbytes knows.
+                known = optimizer.get_config(number, i, group)  # type: ignore[attr-defined]
+                found[id(p)] = {**known, **by_module.get(id(p), {})}
     return found
 
 

@@ -57,6 +57,31 @@ class LooksAtValues(nn.Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
+class CopiesOther(nn.Linear):
+    """Copies something else than it was given."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(SIZE, SIZE)
+        self.how = how
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        weight, bias = state[prefix + "weight"], state[prefix + "bias"]
+        with torch.no_grad():
+            if self.how == "foreach":
+                torch._foreach_copy_([self.weight, self.bias], [weight * 2, bias])
+            elif self.how == "assigned":
+                self.weight, self.bias = nn.Parameter(weight.neg()), nn.Parameter(bias)
+            elif self.how == "by rows":
+                self.weight[:50].copy_(weight[-50:])
+                self.weight[50:].copy_(weight[:-50])
+                self.bias.copy_(bias)
+            else:
+                self.weight.copy_(weight.flip(0))
+                self.bias.copy_(bias)
+                if self.how == "data":
+                    self.weight.data = self.weight.data * 2
+
+
 class Migrates(nn.Linear):
     """Takes the name that the weight had before."""
 
@@ -96,6 +121,10 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
     "inside": lambda: nn.Sequential(nn.Linear(SIZE, SIZE), Hooked(doubled)),
     "own": lambda: nn.Sequential(Doubling(SIZE, SIZE)),
     "own, when it is loaded": lambda: DoublingLater(SIZE, SIZE),
+    **{
+        f"own, {how}": lambda how=how: CopiesOther(how)  # type: ignore[misc]
+        for how in ("foreach", "assigned", "by rows", "flipped", "data")
+    },
     "own, by values": lambda: nn.Sequential(nn.Linear(SIZE, SIZE), LooksAtValues(SIZE, SIZE)),
 }
 """Models that get other values than those in the files, or may."""
@@ -130,7 +159,7 @@ def test_what_changes_values_is_refused_by_name(kind: str, tmp_path: Path) -> No
         swapper.offload(model, config={"pool_bytes": "4MiB"}, weights=path)
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    if kind == "behind autograd's back":  # It is refused there, too.
+    if kind in ("behind autograd's back", "own, assigned"):  # They are refused there, too.
         return
     # The way that the error names.
     plain, loaded = CHANGING[kind](), CHANGING[kind]()
@@ -148,6 +177,20 @@ def test_what_keeps_them_is_taken(kind: str, tmp_path: Path) -> None:
     x = torch.randn(3, SIZE)
     with torch.no_grad():
         assert torch.equal(plain(x), model(x))
+    model.swapper.close()  # type: ignore[operator, union-attr]
+
+
+class LoadsDoubled(nn.Sequential):
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name: value * 2 for name, value in state_dict.items()}, *args, **kwargs)
+
+
+def test_a_load_state_dict_of_the_models_own_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, model = saved(lambda: LoadsDoubled(nn.Linear(SIZE, SIZE)), tmp_path), LoadsDoubled(nn.Linear(SIZE, SIZE))
+    with caplog.at_level(logging.WARNING):
+        swapper.offload(model, config={"pool_bytes": "4MiB"}, weights=path)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("weights: the load_state_dict of LoadsDoubled is its own, and is not called")
     model.swapper.close()  # type: ignore[operator, union-attr]
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from training import MasterWeights, assert_same, assert_same_state, make_config, make_model, run, wrapped
 
 import swapper
+from swapper.optimizer import probe
 from swapper.optimizer.single_settings import settings_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -174,6 +175,82 @@ def test_tensors_that_are_shown_have_no_settings_of_others(nvme_path: Path, mana
     reference = MasterWeights(list(plain.parameters()), lambda p: bitsandbytes.optim.AdamW8bit(p, lr=1e-2))
     run(plain, reference, range(3))
     assert_same(plain, mine)
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_what_is_stepped_in_parts_has_no_settings(
+    nvme_path: Path, when: str, manager: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`max_unorm` looks at a whole parameter, and nothing has tried it where the class as it is may be cut."""
+    cls = bitsandbytes.optim.AdamW32bit
+    monkeypatch.setattr("swapper.optimizer.probe._elementwise", {*probe._elementwise, cls})
+
+    def train(swapped: bool) -> nn.Module:
+        settings, model = manager(), make_model()
+        optimizer = cls(model.parameters(), lr=1e-2)
+        if when == "before":
+            settings.override_config(model[2].weight, "max_unorm", 1e-3)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        try:
+            run(model, optimizer, range(2))
+            if when == "later":
+                settings.override_config(model[2].weight, "lr", 1e-4)
+            run(model, optimizer, range(2, 4))
+        finally:
+            if swapped:
+                swapper.of(optimizer).close()
+        return model
+
+    if when == "later":
+        with pytest.raises(swapper.ConfigError, match="make them before"):
+            train(True)
+    else:
+        assert_same(train(False), train(True))
+
+
+class InTorch(bitsandbytes.optim.optimizer.Optimizer2State):  # type: ignore[misc]
+    """Computes by operations of torch, which could be recorded."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__("adam", parameters, lr=lr)
+
+    def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+        self.state[p]["sum"] = torch.zeros_like(p)
+
+    def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+        assert p.grad is not None
+        self.state[p]["sum"].mul_(0.9).add_(p.grad)
+        p.sub_(self.state[p]["sum"], alpha=self.get_config(gindex, pindex, group)["lr"])
+
+
+@pytest.mark.parametrize("knows_ids", [True, False])
+def test_what_the_class_reads_of_settings_counts(
+    nvme_path: Path, knows_ids: bool, manager: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of a group, from which native steps are made; of older versions what they read."""
+    monkeypatch.setattr("swapper.optimizer.probe._elementwise", {*probe._elementwise, InTorch})
+    if not knows_ids:
+        monkeypatch.setattr(InTorch, "get_config", of_an_older_version, raising=False)
+
+    def train(swapped: bool) -> nn.Module:
+        settings, model = manager(), make_model()
+        optimizer = InTorch(model.parameters(), lr=1e-2)
+        settings.override_config(model[2].weight, "lr", 1e-3)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path, native_step="on"))
+        run(model, optimizer, range(4))
+        if swapped:
+            swapper.of(optimizer).close()
+        return model
+
+    assert_same(train(False), train(True))
+
+
+def of_an_older_version(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+    found = {"lr": group["lr"]}
+    found.update(self.mng.index2config.get((gindex, pindex), {}))
+    return found
 
 
 def test_only_managers_of_bitsandbytes_are_looked_at() -> None:
