@@ -17,7 +17,7 @@ from swapper.tensors.sharded import is_sharded
 
 __all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of", "tensors_of"]
 
-_ALIKE = ("offload_gradient.device", "offload_optimizer.step_in_backward")
+_ALIKE = ("offload_optimizer.device", "offload_optimizer.step_in_backward", "offload_gradient.device")
 """Settings by which ranks have other collectives."""
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]

@@ -160,6 +160,8 @@ def are_refused(rank: int, directory: str) -> None:
             swapper.offload(net, config=given)
     more = {"offload_gradient": {"device": "nvme"}} if rank else {}
     refuses(net, "^offload_gradient.device: none on rank 0, nvme on rank 1; where", **more)
+    more = {"offload_optimizer": {"device": "none" if rank else "cpu"}}
+    refuses(net, "^offload_optimizer.device: cpu on rank 0, none on rank 1; where", **more)
     more = {"offload_optimizer": {"device": "nvme", "step_in_backward": not rank}}
     refuses(net, "^offload_optimizer.step_in_backward: true on rank 0, false on rank 1; where", **more)
     assert same(loss_of(net), loss_of(plain))
