@@ -101,12 +101,16 @@ def keep_views(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("use", [gather, keep_graph, keep_views])
 @pytest.mark.parametrize("kind", ["parameters", "everything", "both stay in part"])
-def test_what_a_full_pool_asks_for_is_enough(kind: str, use: Callable[[nn.Module], None], nvme_path: Path) -> None:
-    """Of a larger pool parameters get a part only, if state and gradients share it."""
+@pytest.mark.parametrize("follows", [False, True])
+def test_what_a_full_pool_asks_for_is_enough(
+    kind: str, use: Callable[[nn.Module], None], follows: bool, nvme_path: Path
+) -> None:
+    """Of a larger pool parameters get a part only, if state and gradients share it; and it may have larger records."""
 
-    def used(pool_bytes: int) -> None:
+    def used(sizes: dict[str, int]) -> None:
         model, each = make(0 if kind == "parameters" else 1)
-        swapper.offload(model, each, config_for(nvme_path, pool_bytes, kind))
+        settings = {"nvme_path": nvme_path, **sizes, **KINDS[kind]}
+        swapper.offload(model, each, swapper.OffloadConfig.model_validate(settings))
         try:
             use(model)
         finally:
@@ -114,12 +118,20 @@ def test_what_a_full_pool_asks_for_is_enough(kind: str, use: Callable[[nn.Module
             for optimizer in each:
                 swapper.of(optimizer).close()
 
-    model, each = make(0 if kind == "parameters" else 1)
+    if follows:  # The default of `bucket_bytes` does.
+        sizes = {"pool_bytes": (4 if kind == "parameters" else 8) << 20}
+    else:
+        model, each = make(0 if kind == "parameters" else 1)
+        needed_bytes = swapper.check(model, each, config_for(nvme_path, 1 << 30, kind)).pool_needed_bytes
+        sizes = {"pool_bytes": needed_bytes, "bucket_bytes": 1 << 18}
     with pytest.raises(PoolExhausted) as caught:
-        used(swapper.check(model, each, config_for(nvme_path, 1 << 30, kind)).pool_needed_bytes)
-    needed_bytes = int(re.findall(r"pool_bytes (?:to at least|of up to) (\d+)", str(caught.value))[-1])
+        used(sizes)
+    text = str(caught.value)
     del caught
-    used(needed_bytes)
+    sizes["pool_bytes"] = int(re.findall(r"pool_bytes (?:to at least|of up to) (\d+)", text)[-1])
+    if follows:
+        sizes["bucket_bytes"] = int(re.findall(r"and bucket_bytes to (\d+)", text)[-1])
+    used(sizes)
 
 
 @pytest.mark.parametrize("kind", ["state that stays in part", "everything", "both stay in part"])

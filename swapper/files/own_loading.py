@@ -56,7 +56,8 @@ def refuse_own_loading(model: torch.nn.Module) -> None:
 
 def _load(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
     """As `load_state_dict` goes through modules."""
-    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    on_class = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    own = on_class or "_load_from_state_dict" in vars(module)
     if own or module._load_state_dict_pre_hooks:
         given = dict(state)
         arguments: tuple[Any, ...] = (state, prefix, {}, True, [], [], [])
@@ -107,6 +108,7 @@ def _twin(module: torch.nn.Module) -> torch.nn.Module:
     parts = vars(twin)
     for names, make in (("_parameters", torch.nn.Parameter), ("_buffers", torch.Tensor)):
         parts[names] = dict(_on_meta(vars(module)[names], make))
+    parts["_modules"] = dict(module._modules)
     return twin
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -43,9 +43,6 @@ from swapper.optimizer.step_function import has_step_of_torch
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.sharded import local_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["OptimizerPlan", "is_remote", "parameters_of"]
 

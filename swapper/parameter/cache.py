@@ -228,11 +228,11 @@ class ParameterPolicy(CyclicPolicy):
 
     budget: PoolBudget | None = None
 
-    def pool_bytes_for(self, room_bytes: int, capacity_bytes: int, limit_bytes: int) -> int:
+    def pool_bytes_for(self, room_bytes: int, capacity_bytes: int, limit_bytes: int) -> str:
         """What the pool, of `capacity_bytes` now, must have for `room_bytes` of records instead of `limit_bytes`."""
         if self.budget is not None:
-            return self.budget.pool_bytes_for(room_bytes)
-        return capacity_bytes - limit_bytes + room_bytes
+            return f"{self.budget.pool_bytes_for(room_bytes)}{self.budget.of_buckets}"
+        return str(capacity_bytes - limit_bytes + room_bytes)
 
     def refuse(self, cache: RecordCache, length_bytes: int) -> None:
         """Raise the sum."""
@@ -456,7 +456,7 @@ def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[st
     return what, sum(length_bytes for held, length_bytes in sizes if held.holds)
 
 
-def about_graphs(setting: str, all_bytes: int) -> str:
+def about_graphs(setting: str, all_bytes: int | str) -> str:
     """Say what a graph of gradients keeps, for the end of an error: nobody would call that a view.
 
     Args:

@@ -213,6 +213,13 @@ class PoolBudget:
         return self.pool_bytes - self._left_bytes + wanted_bytes
 
     @property
+    def of_buckets(self) -> str:
+        """What to set beside a larger `pool_bytes`, for the end of its number in an error."""
+        if self.bucket_bytes is None:
+            return ""
+        return f" (and bucket_bytes to {self.bucket_bytes}: else it grows with the pool)"
+
+    @property
     def _record_bytes(self) -> int:
         return max((each.state.largest_bytes for each in self.optimizers if each.state is not None), default=0)
 
