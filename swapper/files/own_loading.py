@@ -56,8 +56,7 @@ def refuse_own_loading(model: torch.nn.Module) -> None:
 
 def _load(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
     """As `load_state_dict` goes through modules."""
-    on_class = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
-    own = on_class or "_load_from_state_dict" in vars(module)
+    own = _loads_itself(module)
     if own or module._load_state_dict_pre_hooks:
         given = dict(state)
         arguments: tuple[Any, ...] = (state, prefix, {}, True, [], [], [])
@@ -75,9 +74,16 @@ def _load(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str) 
         if what:
             raise _refused(module, prefix, f"changes {what}")
     for name, child in module._modules.items():
-        if child is not None:
+        if child is not None and any(
+            each._load_state_dict_pre_hooks or _loads_itself(each) for each in child.modules()
+        ):
             below = {key: value for key, value in state.items() if key.startswith(f"{prefix}{name}.")}
             _load(child, below, f"{prefix}{name}.")
+
+
+def _loads_itself(module: torch.nn.Module) -> bool:
+    on_class = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    return on_class or "_load_from_state_dict" in vars(module)
 
 
 def _try_own(twin: torch.nn.Module, given: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> str:

@@ -229,7 +229,7 @@ class ParameterPolicy(CyclicPolicy):
     budget: PoolBudget | None = None
 
     def pool_bytes_for(self, room_bytes: int, capacity_bytes: int, limit_bytes: int) -> str:
-        """What the pool, of `capacity_bytes` now, must have for `room_bytes` of records instead of `limit_bytes`."""
+        """Say what the pool, of `capacity_bytes` now, must have for `room_bytes` of records, not `limit_bytes`."""
         if self.budget is not None:
             return f"{self.budget.pool_bytes_for(room_bytes)}{self.budget.of_buckets}"
         return str(capacity_bytes - limit_bytes + room_bytes)
