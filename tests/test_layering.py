@@ -96,6 +96,9 @@ RETIRED = {
 }
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
+NO_BEGINNINGS = "How|That|Those|What|Whatever|When|Whenever|Where|Whether|Which|Who|Whose|Why"
+"""Words with which no docstring in `swapper/` begins: they begin a clause, and not a sentence."""
+
 STILL_SAID = {
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
     "settle": {"io", "storage"},
@@ -337,6 +340,26 @@ def test_no_name_has_a_retired_word() -> None:
             for word, instead in RETIRED.items():
                 if f"_{word}_" in f"_{words}_" and package_of(module) not in STILL_SAID.get(word, ()):
                     said.append(f"swapper.{module}, line {line}: {name}; say {instead} instead of {word}")
+    assert not said
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, int]]:
+    """The docstrings of a module, its classes and functions, those below attributes and constants too; their lines."""
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text, node.lineno
+
+
+def test_no_docstring_begins_with_a_word_of_questions() -> None:
+    """Say the verb, or torch's noun: "Return the ...", "The ...". In `config.settings` users read them as they are."""
+    words = re.compile(rf"\s*({NO_BEGINNINGS})\b")
+    said = [
+        f"swapper.{module}, line {line}: {text.strip().splitlines()[0]}"
+        for module, path in MODULES.items()
+        for text, line in docstrings(path)
+        if module != "config.settings" and words.match(text)
+    ]
     assert not said
 
 

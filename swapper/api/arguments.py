@@ -1,4 +1,4 @@
-"""What users pass to the functions of `swapper`, checked."""
+"""Checks of the arguments that users pass to the functions of `swapper`."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Figure:
 
     @property
     def refusal(self) -> str:
-        """Why there is no figure to show; "" if there is one. One run without proof is enough."""
+        """The reason why there is no figure to show; "" if there is one. One run without proof is enough."""
         return self.error or next((proof.reason for proof in self.proofs if proof.reason), "")
 
     @property

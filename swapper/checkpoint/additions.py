@@ -1,4 +1,4 @@
-"""What an optimizer's class, or a hook, adds to its `state_dict()`: saved beside the state of parameters."""
+"""The values that an optimizer's class, or a hook, adds to its `state_dict()`: saved beside the state of parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["rest_of", "state_dict_of"]
 
 
 def rest_of(state_dict: Mapping[str, Any], names: Container[Any], given: Container[int] = ()) -> dict[str, Any]:
-    """What `state_dict` has beside the options of groups and the state of the parameters `names`.
+    """Return all of `state_dict` but the options of groups and the state of the parameters `names`.
 
     State that belongs to no parameter is "state" in what is returned.
 

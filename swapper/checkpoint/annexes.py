@@ -96,7 +96,7 @@ def _token_of(path: Path) -> str | None:
 
 
 class Outcome(enum.Enum):
-    """What became of a checkpoint whose files were complete."""
+    """The outcome of a checkpoint whose files were complete."""
 
     PUBLISHED = "published"
     WITHDRAWN = "withdrawn"
@@ -164,7 +164,7 @@ class NewAnnex:
         self._is_complete = True
 
     def conclude(self, outcome: Outcome) -> None:
-        """What became of its checkpoint. Never raises for what cannot be removed."""
+        """Publish, remove or leave the annex, as its checkpoint did. Never raises for what cannot be removed."""
         if not self._is_complete:
             return
         self._is_complete = False
@@ -223,7 +223,7 @@ class OldAnnex(NamedTuple):
 
 
 def annexes_of(directory: Path) -> list[OldAnnex]:
-    """Those that go with a checkpoint. None of what is none.
+    """Return the annexes of a checkpoint; none if `directory` is no checkpoint.
 
     Raises:
         OSError: its index cannot be read, so nobody would know of them.
@@ -346,7 +346,7 @@ def _is_named(manifest: _Manifest) -> bool:
 
 
 class AnnexPaths:
-    """Where the annexes of a checkpoint are, as this process sees them. Looked up once.
+    """The paths of a checkpoint's annexes, as this process sees them. Looked up once.
 
     Args:
         directory: of the checkpoint, for messages.

@@ -1,4 +1,4 @@
-"""What ranks have written more than once, of which a reader takes one.
+"""The choice among copies: of what ranks have written more than once a reader takes one.
 
 Ranks that have cut what several have in different ways write some slices of state twice. And with annexes each host has
 of what several hosts have a copy of its own, which it loads without the others.

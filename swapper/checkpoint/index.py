@@ -345,7 +345,7 @@ class Glance(BaseModel):
 
 
 class Look(Glance):
-    """That part, and the files by their names."""
+    """A `Glance`, and the files by their names."""
 
     files: dict[str, Any]
 
@@ -363,7 +363,7 @@ _glances: dict[tuple[int, int, int, int], Glance] = {}
 
 
 def glance(directory: Path, among: int = 0) -> Glance | None:
-    """Whose checkpoint `directory` is; None if it is none, or cannot be read.
+    """Return the run and sequence number of the checkpoint `directory`; None if it is none, or cannot be read.
 
     Args:
         among: of so many that are looked at again and again, as those beside a checkpoint at each save.

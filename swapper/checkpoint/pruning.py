@@ -1,4 +1,4 @@
-"""What is removed when a checkpoint is there: the one that it has replaced, and those beyond `keep_last`."""
+"""The removal of old checkpoints after a save: of the one that was replaced, and of those beyond `keep_last`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Offer:
-    """What a rank could write, and digests of what ranks may have alike.
+    """The units that a rank could write, and digests of what ranks may have alike.
 
     `parts` are of the model, which ranks may have in other units. `place` is what sees the drive that it writes to:
     all, or with annexes its host, as far as is known. `options` are of each optimizer, and so is `plain`: the sums of
@@ -94,7 +94,7 @@ class _Whole:
 
 @dataclass
 class Saved:
-    """What one rank has written. `own_extra`: its `extra` differs from rank 0's; else ranks but 0 leave it out."""
+    """Files and values of one rank. `own_extra`: its `extra` differs from rank 0's; else ranks but 0 leave it out."""
 
     rank: int
     files: dict[str, SavedFile]

@@ -92,7 +92,7 @@ def save_model(model: torch.nn.Module, new: NewCheckpoint) -> SavedModel:
 
 
 def encoded_value(value: object, name: str, new: NewCheckpoint) -> Any:
-    """What the index has for a value of the state dict that is no tensor.
+    """Return the index's form of a value of the state dict that is no tensor.
 
     Raises:
         SwapError: it cannot be saved.
@@ -106,7 +106,7 @@ def save_state_dict(state: Mapping[str, Any], new: NewCheckpoint) -> SavedModel:
 
 
 def encoded_metadata(state: Mapping[str, Any], new: NewCheckpoint) -> Any:
-    """What the index has for what torch keeps beside a state dict: the versions of modules. None without any.
+    """Return the index's form of the `_metadata` of a state dict: the versions of modules. None without any.
 
     Raises:
         SwapError: it cannot be saved.
@@ -488,7 +488,7 @@ def _own_tensors(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _of_this_rank(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
-    """What this rank had otherwise than rank 0, if there are as many ranks."""
+    """Return the values in which this rank differed from rank 0, if there are as many ranks."""
     if not own:
         return {}
     if rank_count() == checkpoint.index.ranks:

@@ -38,7 +38,7 @@ __all__ = ["Part", "ShardedModel"]
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank writes of a model that several save together.
+    """The part of a model that this rank writes, where several ranks save it together.
 
     Attributes:
         rank: of this process.
@@ -52,7 +52,7 @@ class Part:
 
 
 class _Shard(NamedTuple):
-    """What this rank has of a DTensor: of those that are tied, the first."""
+    """The local tensor of a DTensor: of tied ones, the first."""
 
     name: str
     box: Box
@@ -99,7 +99,7 @@ class _PlainUnit(NamedTuple):
 
 
 class ShardedModel:
-    """What this rank has of a model that several save together, as it is now: nothing may change until it is saved.
+    """This rank's shards of a model that several save together, as it is now: it may not change until it is saved.
 
     Args:
         model: the user's own module.

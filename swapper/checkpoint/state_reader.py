@@ -221,7 +221,7 @@ class StateReader:
         return small.dtype
 
     def encodings_of(self, segment: SavedSegment) -> Mapping[str, str]:
-        """How those of its keys are stored that are not as the class has them."""
+        """Return the encoding of each key of `segment` that is not stored as the class has it."""
         known = segment.encodings
         return self.saved.parameters[segment.parameter].encodings if known is None else known
 

@@ -63,7 +63,7 @@ class StateDict:
     rest: dict[str, Any]
 
     def options(self) -> list[dict[str, Any]]:
-        """Those of each group."""
+        """Return the options of each group."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
 
 
@@ -116,8 +116,8 @@ def save_state(
 
 
 def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
-    """What `save_state` writes in one piece or not at all: what it is, in words that are the same on each rank that has
-    the same; and its length in bytes."""
+    """Return what `save_state` writes in one piece or not at all: a name, which is the same on each rank that has
+    the same, and a length in bytes."""
     parameters = list(parameters_of(optimizer))
     swapper = swapper_of(optimizer)
     boxes = [box_of(p) for p in parameters]

@@ -58,7 +58,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What this machine offers, what runs left on its drives, and how fast they are.
+    """Report what this machine offers, what runs left on its drives, and how fast they are.
 
     \b
     Start with:

@@ -84,7 +84,7 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures.")] = None,
 ) -> None:
-    """How fast tensors move to and from directories.
+    """Measure how fast tensors move to and from directories.
 
     Every figure is the median of runs that alternate, and comes with a proof that the drive was measured and not the
     page cache: without one the reason is printed instead, and the exit status is 1. The files are removed afterwards.

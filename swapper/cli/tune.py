@@ -42,7 +42,7 @@ class Score:
 
     @property
     def refusal(self) -> str:
-        """Why it has no score; "" if it has."""
+        """The reason why it has no score; "" if it has one."""
         return next((figure.refusal for figure in self.figures if figure.refusal), "")
 
     @property

@@ -87,7 +87,7 @@ _ZERO_NOTES: dict[str, str] = {
         _SHARDING,
     ),
 }  # fmt: skip
-"""Why a key of `zero_optimization` has no setting here. Those of stage 3 are without the `stage3_` of their names."""
+"""Reasons why keys of `zero_optimization` have no setting here. Keys of stage 3 are without their `stage3_`."""
 
 _CHECKPOINT_NOTES: dict[str, str] = {
     "writer": "swapper.save_checkpoint writes with the engine of `aio`, and swapper.save does for torch.save",
@@ -108,7 +108,7 @@ _ELSEWHERE: dict[str, str] = {
         "every optimizer is stepped by its own class",
     ),
 }
-"""Why other sections have no setting here, though they are about memory."""
+"""Reasons why other sections have no setting here, though they are about memory."""
 
 _READ = ("zero_optimization", "aio", "checkpoint", "bf16", "bfloat16", "fp16", "gradient_accumulation_steps")
 

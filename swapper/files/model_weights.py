@@ -1,4 +1,4 @@
-"""Which tensors of safetensors files are which parameters and buffers of a model."""
+"""The tensors of safetensors files for the parameters and buffers of a model, found by their names."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _match(model: torch.nn.Module, path: str | os.PathLike[str]) -> dict[torch.T
 
 
 def _inside(name: str, tensor: torch.Tensor) -> list[Inner]:
-    """What the files have of `tensor`."""
+    """Return the tensors, as files have them, that `tensor` is made of: itself if it is no wrapper."""
     return list(inner_tensors(name, tensor)) if is_wrapper(tensor) else [Inner(name, tensor)]
 
 

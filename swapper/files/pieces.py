@@ -1,4 +1,4 @@
-"""Which bytes of files, one after another, are the bytes of a converted tensor, where that is all there is to it.
+"""The pieces of files whose bytes, one after another, are those of a converted tensor, if there are such pieces.
 
 Stacking matrices of experts, joining some of them, splitting one: such conversions only say in which order bytes of
 files lie in memory. They need not be computed if the bytes are read to where they belong.

@@ -184,7 +184,7 @@ class Unread(torch.Tensor):
 
     @property
     def recipe(self) -> Recipe:
-        """What it is now."""
+        """The recipe of the values as they are now."""
         if self.view_of is None:
             return self._recipe
         base, step = self.view_of

@@ -211,7 +211,7 @@ class EvictedGradients:
     def _norms_of(
         self, parameters: list[torch.nn.Parameter], norm_type: float, foreach: bool | None
     ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-        """Those of `parameters` that have gradients, and the norms of these; no norms if nothing can be evicted."""
+        """Return the `parameters` that have gradients, and the norms of these; no norms if nothing can be evicted."""
         with self._lock, modes_kept():
             set_grad_mode(False)
             self._norm_type, self._clipped = norm_type, True

@@ -126,7 +126,7 @@ def _prepare_sharded(
 
 
 def _prepare_one(accelerator: Accelerator, plain: Callable[..., Any], each: Any, place: bool | None) -> Any:
-    """What is prepared by itself is not sharded."""
+    """Prepare one object by itself, so that accelerate does not shard it."""
     if isinstance(each, torch.nn.Module):
         return accelerator.prepare_model(each, device_placement=place)
     if isinstance(each, Optimizer):

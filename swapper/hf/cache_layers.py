@@ -78,7 +78,7 @@ class _NoGraph(torch.autograd.Function):
 
 
 class OnDrive(DynamicLayer):
-    """What all layers with keys and values do."""
+    """The base of all layers with keys and values."""
 
     def __init__(self, records: TokenRecords, window: int | None = None) -> None:
         self._records = records

@@ -310,7 +310,7 @@ def current_streams(devices: Iterable[torch.device]) -> list[Any]:
 
 @contextlib.contextmanager
 def among_streams(device: torch.device, streams: Iterable[Any]) -> Iterator[None]:
-    """What the current stream of `device`, an accelerator, is given within it is as if `streams` had it, too.
+    """Let work given to the current stream of `device`, an accelerator, within it be as if given to `streams`, too.
 
     It comes after all that they have to do by now, and before all that they are given afterwards.
     """
@@ -379,7 +379,7 @@ def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
 
 
 class _Failures:
-    """What devices have reported in this process. See [Note: a device that failed]."""
+    """The failures that devices have reported in this process. See [Note: a device that failed]."""
 
     count = 0
     first: SwapIOError | None = None
@@ -490,7 +490,7 @@ class DeviceCopies:
 
     @property
     def non_blocking(self) -> bool:
-        """What work that is given to `run` passes on to torch's copies. See [Note: page-locking]."""
+        """The value of `non_blocking` for torch's copies in work that is given to `run`. See [Note: page-locking]."""
         return self._copies is not None and self._copies.non_blocking
 
     def begin(self) -> None:

@@ -105,7 +105,7 @@ class File:
 
     @property
     def direct_reason(self) -> str:
-        """Why `direct` is False; "" where it is True."""
+        """The reason why `direct` is False; "" where it is True."""
         self._look()
         return self._direct_reason
 
@@ -134,7 +134,7 @@ class File:
         return self.native().descriptor()
 
     def status(self) -> FileStatus:
-        """What the system says of the file now. One that is closed is not opened for it."""
+        """Return what the system says of the file now. A file that is closed is not opened for it."""
         return FileStatus(*self.native().status())
 
     def leave_name(self) -> None:

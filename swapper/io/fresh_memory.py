@@ -30,7 +30,7 @@ _THREADS_MAX = 4
 
 @dataclass
 class _Pace:
-    """What 2 MiB of either kind of page took last, in this process. Threads may race on it: it only chooses."""
+    """The last time that 2 MiB of either kind of page took in this process. Threads may race on it: it only chooses."""
 
     huge_s: float = 0.0
     small_s: float = 0.0

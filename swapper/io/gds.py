@@ -125,7 +125,7 @@ def _nvidia_fs() -> str:
 
 
 def _compatibility_mode(library: _native.CuFile, nvidia_fs: bool) -> str | None:
-    """Why cuFile is known to run in it. None: it does not, or that cannot be known."""
+    """The reason why cuFile is known to run in it. None: it does not, or that cannot be known."""
     if library.parameter(_FORCE_COMPATIBILITY_MODE):
         return "its configuration says so (force_compat_mode)"
     p2pdma = library.parameter(_USE_PCI_P2PDMA)
@@ -221,7 +221,7 @@ class GDSHandle(AsyncIOHandle):
 
     @property
     def gds_reason(self) -> str:
-        """Why `gds_available` is False; "" where it is True."""
+        """The reason why `gds_available` is False; "" where it is True."""
         return self._reason
 
     def why_not_direct(self, directory: Path, device: torch.device) -> str:

@@ -42,7 +42,7 @@ __all__ = ["OnFSDP", "OnModelParallel"]
 
 
 class Sharding(Swapping):
-    """What both have in common: all ranks save and load, by default the checkpoints of the stock strategy."""
+    """The base of both strategies: all ranks save and load, by default the checkpoints of the stock strategy."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

@@ -26,7 +26,7 @@ _judged: weakref.WeakKeyDictionary[type[Optimizer], set[frozenset[str]]] = weakr
 
 
 class StateBefore:
-    """What the state of a twin is before some steps, to see what they write to."""
+    """A copy of a twin's state from before some steps, to see what they write to."""
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:

@@ -21,7 +21,7 @@ SEED = 0
 
 
 class RoundingKey(NamedTuple):
-    """What random bits depend on, beside the index of the element.
+    """The key of the random bits, which else depend only on the index of the element.
 
     Attributes:
         name: of the tensor in the state.

@@ -152,7 +152,7 @@ class DeviceSlots:
         slot.left = lease.transfer = self._down.copy(lease.tensor[:length_bytes], slot.memory[:length_bytes])
 
     def leave(self, slot: Slot) -> None:
-        """What is in `slot` is of no more use, or is only to be written, when the current stream has come so far."""
+        """Mark the point of the current stream after which `slot` is only written to the drive, or not used."""
         slot.left = self._down.reached()
 
     def give_back(self, slot: Slot) -> None:
@@ -163,7 +163,7 @@ class DeviceSlots:
                 slot.lease.release()
 
     def change(self, work: Callable[[], _T]) -> _T:
-        """What `work` gives, which changes a slot that no stream uses. It is over when this returns. In any thread.
+        """Run `work`, which changes a slot that no stream uses, wait for it and return its result. In any thread.
 
         Raises:
             SwapIOError: the device failed.

@@ -45,7 +45,7 @@ _PACKED_PART = 0.9
 """The part of a record that is left, at most, with AdamW and masters (8.5 to 8.9 bytes of 10), and others."""
 
 _MARGIN = 1.25
-"""How many times as long as the processor the drive must take."""
+"""The drive must take this many times as long as the processor."""
 
 _CODEC_NUMEL = 3 * CHUNK_NUMEL
 """The most that one thread packs alone."""
@@ -153,7 +153,7 @@ def _compare(
     config: OffloadConfig,
     speeds: Sequence[DriveSpeed],
 ) -> tuple[bool, str]:
-    """Whether to pack, and the figures that say so."""
+    """Return True if packing pays, and the figures that say so."""
     read_bps, write_bps = sum(speed.read_bps for speed in speeds), sum(speed.write_bps for speed in speeds)
     read_bytes, written_bytes = _beyond_pool_bytes(plans, config)
     drive_s = _PACKED_PART * max(read_bytes / read_bps, written_bytes / write_bps)

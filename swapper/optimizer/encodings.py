@@ -1,4 +1,4 @@
-"""Which state is stored in another form than the class has it, and at which index of its parameter an element is.
+"""The encodings of an optimizer's state on the drive, and the index of an element in its parameter.
 
 [Note: encoded state] With `encoding: packed` float32 state takes fewer bytes on the drive, and nothing else changes:
 see [Note: packed records] in `packing`. All that follows is about the others.
@@ -53,7 +53,7 @@ _KEPT = {
 """State that stays exact, and why."""
 
 _KEPT_TOGETHER = {"square_avg", "grad_avg"}
-"""Those of `RMSprop(centered=True)`, which takes the root of the one less the square of the other: where gradients vary
+"""State of `RMSprop(centered=True)`, which takes the root of the one less the square of the other: where gradients vary
 little they are nearly equal, and the difference of what is rounded comes to be below zero."""
 
 
@@ -157,7 +157,7 @@ def note_if_none(name: str, are_encoded: Iterable[bool]) -> None:
 
 
 def steps_in(state_dict: Mapping[str, Any]) -> int:
-    """How many steps were made when `state_dict` was saved, as far as it says so; else 0."""
+    """Return the number of steps made when `state_dict` was saved; 0 if it does not say."""
     steps = state_dict.get(STEPS)
     return steps if type(steps) is int and steps >= 0 else 0
 

@@ -25,7 +25,7 @@ _GROUPS_MAX = 4
 _SHOWN_MAX = 32
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _judged: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-"""How many groups they had, and whether they are shown all."""
+"""The number of groups that each optimizer had, and True if it is shown all of them."""
 
 
 def refuse_group(optimizer: Optimizer, group: dict[str, Any], wanted: Container[int], config: OffloadConfig) -> None:

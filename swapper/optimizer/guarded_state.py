@@ -176,7 +176,7 @@ def _content(value: Any) -> Any:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What can be changed of `value`: itself, and what is in it."""
+    """Return all that can be changed of `value`: itself, and what is in it."""
     if not isinstance(value, _CONTAINERS):
         return [] if isinstance(value, _IMMUTABLE) else [value]
     items = value.values() if isinstance(value, Mapping) else value
@@ -192,7 +192,7 @@ _ALONE = _refcounts(_inside({"": []}))[1]
 
 
 def _had_elsewhere(things: Sequence[Any]) -> list[Any]:
-    """Those of `things`, each in one place here, that somebody else has too, or the memory of."""
+    """Return the `things`, each in one place here, to which, or to whose memory, somebody else has a reference."""
     return [
         thing
         for thing, count in zip(things, _refcounts(things), strict=True)

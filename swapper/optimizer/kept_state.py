@@ -1,4 +1,4 @@
-"""Whether the state of an optimizer is swapped, and a plan of it for `swapper.check` where it is not."""
+"""Optimizers whose state stays in memory: a test for them, and their plan for `swapper.check`."""
 
 from __future__ import annotations
 

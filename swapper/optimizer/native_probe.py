@@ -33,7 +33,7 @@ _PROBED: dict[str, Callable[..., optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class NativeProbe:
-    """What became of one optimizer.
+    """The result of the probe of one optimizer.
 
     Attributes:
         optimizer: its class, with options.

@@ -92,7 +92,7 @@ class NativeOperand:
 
 @dataclass(eq=False, slots=True)
 class _Case:
-    """What a class may read of a parameter that it steps, but for its elements.
+    """All that a class may read of a parameter that it steps, but for its elements.
 
     Attributes:
         number: of its group.
@@ -125,7 +125,7 @@ class _Group:
 
 @dataclass(eq=False, slots=True)
 class _Recording:
-    """What the class did to a token; without a program it is to be stepped by the class."""
+    """The operations of the class on a token. If `program` is None, the class makes the step."""
 
     program: NativeProgram | None
     small: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class NativeSteps:
         scratch: Scratch,
         edited: Mapping[OptimizerParameter, object],
     ) -> list[NativeOperand]:
-        """Those of `operands` that `run` can step. Nothing is written but `scratch`.
+        """Return the `operands` that `run` can step. Nothing is written but `scratch`.
 
         Args:
             edited: False for those that the user is known not to have changed, nor can have until the step is over.
@@ -314,7 +314,7 @@ class NativeSteps:
             small[key] = value.clone() if isinstance(value, Tensor) else value
 
     def encoded(self, chosen: Sequence[NativeOperand]) -> Encoded:
-        """What `OpenBucket.place_ties` needs to know of split masters that were written."""
+        """Return what `OpenBucket.place_ties` needs to know of split masters that were written."""
         return {
             each.operand.segment: (*each.result, each.segment.new_ties, each.operand.bits)
             for each in chosen
@@ -472,7 +472,7 @@ class NativeSteps:
             recorder.operations.append(Operation(COPY, register, found, found, found))
 
     def _contraction(self, case: _Case, operations: Sequence[Operation]) -> int:
-        """How torch's kernels round, found by a trial; 0 where it does not matter.
+        """Find by a trial how torch's kernels round; 0 where it does not matter.
 
         Raises:
             Unsupported: no way gives the class's bits.

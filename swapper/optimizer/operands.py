@@ -200,7 +200,7 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
 
 
 def attributes_of(of: OptimizerParameter) -> Mapping[str, Any]:
-    """What the user has set on a parameter, such as a factor of its learning rate."""
+    """Return the attributes that the user has set on a parameter, such as a factor of its learning rate."""
     return {
         name: value
         for name, value in vars(of.parameter).items()

@@ -350,7 +350,7 @@ class BucketRecords:
 
     @property
     def caches(self) -> list[RecordCache]:
-        """Those that records are in, the pool's first."""
+        """The caches that records are in, the pool's first."""
         direct = None if self.direct is None else self.direct.cache
         return [self.cache] if direct is None else [self.cache, direct]
 

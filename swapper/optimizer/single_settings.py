@@ -25,7 +25,7 @@ def has_manager(optimizer: Optimizer) -> bool:
 
 
 def settings_of(optimizer: Optimizer) -> dict[int, Settings]:
-    """What the class's next step will find for parameters that have settings of their own, by their `id`."""
+    """Return the settings that the class's next step finds for parameters with settings of their own, by `id`."""
     if (manager := _manager_of(optimizer)) is None:
         return {}
     by_module: dict[int, Settings] = {}

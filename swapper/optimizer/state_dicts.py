@@ -54,7 +54,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 @dataclass
 class GivenState:
-    """What `state_dict()` has given of the state of parameters, as it was then: a hook may change it.
+    """The state of parameters that `state_dict()` has given, as it was then: a hook may change it.
 
     Attributes:
         of_one: it is to give that of the parameter with the fewest elements alone.

@@ -64,7 +64,7 @@ def _size_of(sizes: tuple[int, int], like: tuple[Shape, Shape], shape: Shape) ->
 
 
 def _kinds_of_sizes(shape: Shape) -> list[list[int]]:
-    """What sizes of state may be, the more likely ones first: those of the parameter, its elements, blocks of them."""
+    """Return possible sizes of state, likely ones first: those of the parameter, its elements, blocks of them."""
     numel = math.prod(shape)
     blocks = [[-(-numel // block) for block in _BLOCKS], [-(-size // block) for size in shape for block in _BLOCKS]]
     return [[*shape], [numel], *blocks, [numel // block for block in _BLOCKS]]

@@ -1,4 +1,4 @@
-"""What a class does with the arguments of its `step`, and what it returns.
+"""The arguments of a class's `step`, and its result: how the class uses them is found by a trial.
 
 The swapper runs the user's closure before the first bucket, and steps the class without one, bucket by bucket. So a
 class may do no more with it than call it once, before anything else, and return what it has returned.
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _STEPS = 2
 _LOSSES = (1e-6, 1e6)
 _uses: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-"""What those do with a closure that do what swapped cannot be done."""
+"""The use of a closure, by optimizer, that is impossible where its state is swapped."""
 
 
 def closure_of(optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Any] | None:
@@ -85,7 +85,7 @@ def refuse_closure_uses(optimizer: Optimizer) -> None:
 
 
 def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor, loss: float) -> str:
-    """What the class does with a closure that swapped cannot be done; "" if nothing."""
+    """Return the use that the class makes of a closure, and that is impossible swapped; "" if there is none."""
     step = unhooked_step(type(optimizer))
     by_name = "closure" in inspect.signature(step).parameters
     without, with_one = (Twin(optimizer, group, [start.clone()]) for _ in range(2))

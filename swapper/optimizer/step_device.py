@@ -1,4 +1,4 @@
-"""Which device the buckets of an optimizer are stepped on: the one of the parameters, or the CPU."""
+"""The device on which the buckets of an optimizer are stepped: the one of the parameters, or the CPU."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class NativeProgram:
 
 
 def refusal(error: ValueError) -> SwapError:
-    """What `NativeProgram.run` has refused, as users are told of it."""
+    """Return the error by which users are told what `NativeProgram.run` has refused."""
     if "ties" in str(error):  # The core has counted them; all else it refuses before it reads a value.
         return SwapError(f"a stored master is damaged: {error}")
     return SwapError(f"a native step was refused: {error}; with offload_optimizer.native_step: off the class steps")
@@ -202,8 +202,8 @@ def _split(operations: Sequence[Operation], state: int) -> NativeProgram:
 
 
 def _values_of(operations: Sequence[Operation], memory: int) -> tuple[dict[int, Operation], dict[int, int]]:
-    """What makes each value, on values in place of registers; and the last value of each register below `memory`, of
-    which the first has the register's number.
+    """Return the operation that makes each value, on values in place of registers; and the last value of each register
+    below `memory`. Of those the first has the register's number.
     """
     now = {register: register for register in range(memory)}
     made = {}

@@ -79,7 +79,7 @@ class SwappedGradients(Protocol):
         start: int,
         upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
     ) -> tuple[torch.Tensor, Sequence[Callable[[torch.Tensor], object]]]:
-        """That part on an accelerator, by `upload`, and what is to be done to it, in order, when the copy is over."""
+        """Copy that part by `upload`. Return the copy, and what is to be done to it, in order, when it is there."""
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """True if its gradients are looked at when they arrive."""

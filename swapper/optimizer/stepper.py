@@ -482,7 +482,7 @@ class Stepper:
         return self._stored_bytes > self._pool_bytes
 
     def _join(self, optimizer: Optimizer, opened: DeviceBucket, operands: Sequence[Operand]) -> None:
-        """What the current stream does from here on comes after the bucket's record, and what else was uploaded."""
+        """Let the current stream wait for the bucket's record, and what else was uploaded."""
         opened.join()
         for operand in operands:
             number = operand.segment.of.group

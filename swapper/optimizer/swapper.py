@@ -491,7 +491,7 @@ class OptimizerSwapper:
         return self._plan.segments_of(parameter)[0].small
 
     def plain_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """What the records have, as the class would have it on the parameter's device; {} if they have none."""
+        """Return the state from the records, as the class would have it on the parameter's device; {} if none."""
         self._check_usable("reading optimizer.state", take_replaced=False)
         self._plan.check_unchanged(parameter)
         entries = self._gathered([parameter]).get(id(parameter), {})

@@ -158,7 +158,7 @@ class Twin:
 
 
 def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What `numbers_in` finds in the attributes that are the class's own."""
+    """Yield what `numbers_in` finds in the attributes that are the class's own."""
     for key, value in vars(optimizer).items():
         if key not in OWN_ATTRIBUTES and key not in _REPLACED and key != "defaults":
             yield from numbers_in(value, key, package_of(optimizer))

@@ -301,7 +301,7 @@ class ParameterCache:
 
     @property
     def _caches(self) -> list[RecordCache]:
-        """Those that records are in."""
+        """The caches that records are in."""
         return [self._cache] if self._tier is None else self._tier.caches
 
     @property
@@ -432,7 +432,7 @@ ONE_CALL = (
     "or fused=True: make it with foreach=False and fused=False, or give it to swapper.offload with "
     "offload_optimizer.device nvme or cpu"
 )
-"""What to do about a call that uses more parameters at once than there is room for."""
+"""The advice of errors for a call that uses more parameters at once than there is room for."""
 
 
 def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[str, int] | None:

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """How a parameter is made.
+    """The sources of a parameter, and the function that makes it of them.
 
     Attributes:
         sources: what it is made of, each once.

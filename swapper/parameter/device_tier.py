@@ -325,7 +325,7 @@ class DeviceTier:
                 self._refuse(length_bytes)
 
     def _idle(self, numbers: Iterable[int]) -> Iterator[HeldOnDevice]:
-        """Those of these records that are on the device, and that nothing uses."""
+        """Yield those of the records that are on the device, and that nothing uses."""
         for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:

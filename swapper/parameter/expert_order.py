@@ -69,7 +69,7 @@ class ExpertOrder:
         return 0
 
     def last_needed(self) -> Iterator[int]:
-        """Those that are not wanted, the least used first, and of those used equally often the one used longest ago.
+        """Yield what is not wanted, the least used first, and of those used equally often the one used longest ago.
 
         Before all others those that leave a piece of memory that just fits. Then what is wanted, the last one first.
         """

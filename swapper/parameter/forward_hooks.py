@@ -142,7 +142,7 @@ class Copies:
         return _without_hooks(twin)
 
     def _refuse(self) -> Any:
-        """What `torch.jit.script` calls first."""
+        """Refuse `torch.jit.script`, which calls this first."""
         raise SwapError(
             "torch.jit.script of a model whose parameters are swapped would compile what brings them; script it before "
             "swapper.offload"

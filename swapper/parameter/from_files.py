@@ -110,7 +110,7 @@ class FilePlan(ParameterPlan):
 
 
 _NO_FILE = "it is in no file"
-"""Why a parameter stays in memory, of a model whose others stay in their files."""
+"""The reason why a parameter stays in memory, of a model whose others stay in their files."""
 
 
 def plan_from_files(
@@ -370,7 +370,7 @@ class FileParameters(ParameterSwapper):
 
     @property
     def _caches(self) -> list[RecordCache]:
-        """Those that records are in."""
+        """The caches that records are in."""
         return super()._caches if self._experts is None else [*super()._caches, self._experts.record_cache]
 
     @property

@@ -314,7 +314,7 @@ def _set_flat(param: Any, flat: torch.Tensor) -> None:
 
 
 def _flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
-    """What an all-gather copies of a shard. What it is padded with is part of no parameter."""
+    """Return the flat tensor that an all-gather copies of a shard. Its padding is part of no parameter."""
     with torch.no_grad():
         if local.shape == param.padded_sharded_param_size:
             return local.view(-1)
@@ -388,7 +388,7 @@ def _groups_of(model: torch.nn.Module) -> list[Any]:
 
 
 def _groups_of_state(state: Any) -> list[Any]:
-    """Those of the modules of one call of `fully_shard`; none of a torch that has other names."""
+    """Return the parameter groups of the modules of one call of `fully_shard`; none if torch has other names."""
     # Where parameters of one call have several meshes, a newer torch refuses to give one group.
     several = hasattr(state, _GROUPS)
     groups: list[Any] = getattr(state, _GROUPS, []) if several else [getattr(state, _GROUP, None)]

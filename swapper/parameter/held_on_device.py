@@ -54,7 +54,7 @@ class HeldOnDevice(Held):
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """Those on the device."""
+        """The values on the device."""
         return self.on_device
 
     @property

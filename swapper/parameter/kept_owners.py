@@ -32,7 +32,7 @@ _kept: list[_Owner] = []
 
 
 class _Owner(Protocol):
-    """What is asked of an owner."""
+    """The part of an owner that is used here."""
 
     @property
     def locations(self) -> Iterable[ParameterLocation]:
@@ -40,7 +40,7 @@ class _Owner(Protocol):
 
     @property
     def tables(self) -> Sequence[Container[torch.Tensor]]:
-        """What refers to parameters, each once, beside locations. The first has those whose values it has."""
+        """The tables with one reference to each of their parameters. The first has those whose values the owner has."""
 
 
 def keep_while_used(owner: _Owner) -> None:

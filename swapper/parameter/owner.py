@@ -172,7 +172,7 @@ class ParameterOwner(ParameterCache):
 
     @property
     def tables(self) -> list[dict[torch.Tensor, Any]]:
-        """Those whose keys are parameters, which only they and locations refer to. The first has all that are ours."""
+        """The dictionaries by parameter. Only they and locations refer to those; the first has all that are ours."""
         return [self._home, self._awaiting, self._former]
 
     def _restore_values(self, held: Held) -> None:

@@ -64,7 +64,7 @@ LayOut = Callable[[int, Sequence[Candidate]], "ParameterRecord"]
 """Lays out a record: takes its number, and what is to be in it."""
 
 _DEVICE_BLOCK_BYTES = 512
-"""What allocators of accelerators round up to."""
+"""Allocators of accelerators round up to multiples of it."""
 
 _STAGED_AT_ONCE = 3
 """Records that come to a device without the pool: two arrive while one is copied to its parameters' tensors."""
@@ -96,7 +96,7 @@ class ParameterLocation:
     laid_out: torch.Size | None = None
     """The shape that it had when its record was laid out, if it has another now."""
     given: int = 0
-    """How often its tensor was given other data, as by `p.data = ...`."""
+    """Count of assignments of other data to its tensor, as by `p.data = ...`."""
     form: CodeForm | None = None
     """Of a weight in files of somebody else whose codes may be in two orders: see [Note: packed codes]."""
 

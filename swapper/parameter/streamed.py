@@ -1,4 +1,4 @@
-"""Which records of a model whose weights stay in files are read in each round, and which stay in the pool."""
+"""The choice of records, where weights stay in files, that are read in each round; the others stay in the pool."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class ParameterSwapper(ParameterOwner):
 
     made_with: object = None
     _depth: int | None = None
-    """How far records are read ahead at the cost of others that could have stayed: see `AccessOrder`."""
+    """The distance to which records are read ahead at the cost of others that could have stayed: see `AccessOrder`."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ParameterSwapper(ParameterOwner):
         return True
 
     def _let_formers_go(self) -> None:
-        """Those that had the parameters before forget them."""
+        """Let the former owners forget the parameters that were taken over."""
         formers, self._former = self._former, {}
         keepers = [former.keeper for former in formers.values()]  # They live until all is taken over.
         parameters_of: dict[object, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What stays in memory of a model whose parameters are swapped, and why, in words."""
+"""A summary of what stays in memory of a model whose parameters are swapped, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swapper.sizes import format_bytes
 __all__ = ["SMALL", "summary_of_what_stays"]
 
 SMALL = "it is small, and read once"
-"""Why a parameter whose values are in a file of somebody else stays in memory."""
+"""The reason why a parameter whose values are in a file of somebody else stays in memory."""
 
 _ADVICE = {
     "it is in no file": "save the model with it",

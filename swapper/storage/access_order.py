@@ -36,7 +36,7 @@ class Order(Protocol):
         """Expect `uses` next, and nothing that was expected before."""
 
     def distance(self, number: int) -> int:
-        """How far away the next use of record `number` is; `NEVER` if none is expected."""
+        """Return the distance to the next use of record `number`; `NEVER` if none is expected."""
 
     def hold(self, number: int, *, fixed: bool = False) -> None:
         """Record `number` is in memory, or on its way there; `fixed` if it stays, so that `last_needed` passes it."""
@@ -245,7 +245,7 @@ class AccessOrder:
             self._usual, self._run = (self._usual + self._run) / 2, 0
 
     def _reach(self) -> int:
-        """How many uses are looked ahead at most."""
+        """Return the most uses that are looked ahead."""
         return 1 + int(2 * max(self._usual, self._run))
 
     def _due_of(self, number: int) -> int:

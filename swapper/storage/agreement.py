@@ -36,7 +36,7 @@ _gloos: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each default group, which is another after `destroy_process_group` and `init_process_group`."""
 
 WARN_AFTER_S = 30.0
-"""How long a rank waits for the others before it says so."""
+"""A rank that waits longer than this for the others says so."""
 
 _waits: dict[int, float] = {}
 """The threads that wait for other ranks and have not said so yet, and since when."""
@@ -45,7 +45,7 @@ _watcher: threading.Thread | None = None
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How it went on a rank. Among other values it tells that ranks are at different calls."""
+    """The error of a rank, or None. A class of its own, so that ranks that are at different calls see it."""
 
     error: Exception | None
 
@@ -156,7 +156,7 @@ def rank_of_process() -> int:
 
 
 def exchanged(value: _T) -> list[_T]:
-    """What each rank has given, in the order of ranks. Collective, over the processes of the group. Pickled.
+    """Return the `value` of each rank, in the order of ranks. Collective, over the processes of the group. Pickled.
 
     Raises:
         SwapError: some ranks are within another call.

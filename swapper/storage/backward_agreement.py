@@ -46,7 +46,7 @@ def have_all_ranks(parameters: Iterable[Any]) -> bool:
 
 @contextmanager
 def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], object] | None = None) -> Iterator[None]:
-    """What is raised within, in a hook of FSDP2 for `parameter`, `backward()` raises at its end, on all ranks.
+    """Let `backward()` raise at its end, on all ranks, what is raised within, in a hook of FSDP2 for `parameter`.
 
     Mistakes of the user are raised at once: all ranks make them. So is all of a model that not all processes share.
 

@@ -192,7 +192,7 @@ class PoolBudget:
 
     @property
     def _left_bytes(self) -> int:
-        """What optimizers leave for parameters. Those of before do not count: these are for new ones."""
+        """The bytes that optimizers leave for new parameters. Parameters of before do not count."""
         return self.pool_bytes - self.lost_bytes - sum(needs.needed_bytes for needs in self.optimizers)
 
     def shares(self) -> Shares:
@@ -214,7 +214,7 @@ class PoolBudget:
 
     @property
     def of_buckets(self) -> str:
-        """What to set beside a larger `pool_bytes`, for the end of its number in an error."""
+        """The setting to change beside a larger `pool_bytes`: words for an error, after the number."""
         if self.bucket_bytes is None:
             return ""
         return f" (and bucket_bytes to {self.bucket_bytes}: else it grows with the pool)"

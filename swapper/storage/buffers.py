@@ -252,7 +252,7 @@ class BufferPool:
 
     @property
     def lock_reason(self) -> str:
-        """Why `locked` is False; "" where it is True."""
+        """The reason why `locked` is False; "" where it is True."""
         return self._slab.lock_reason
 
     def lock_for(self, device: torch.device) -> None:
@@ -485,7 +485,7 @@ class BufferPool:
         return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=start_bytes)
 
     _cannot_gather = ""
-    """Why pieces cannot be joined, if they cannot."""
+    """The reason why pieces cannot be joined; "" if they can."""
 
     def _gather_pages(self, parts: Sequence[Part]) -> GatheredPages:
         address = self._slab.address

@@ -31,7 +31,7 @@ class PoolMemory(Protocol):
 
     @property
     def lock_reason(self) -> str:
-        """Why not."""
+        """The reason why it is not locked; "" if it is."""
 
     def extend(self, ready_bytes: int) -> None:
         """Have more of it ready."""

@@ -29,7 +29,7 @@ __all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "umask", 
 log = logging.getLogger(__name__)
 
 _SUMMED_BYTES = 8 << 20
-"""What is read at once of a file whose checksums are wanted."""
+"""Bytes that are read at once of a file whose checksums are wanted."""
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 

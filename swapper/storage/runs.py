@@ -75,7 +75,7 @@ class _Owner:
 
 
 def boot_id() -> str:
-    """What this boot of the host has that no other has; "" if it is not to be had."""
+    """Return the id of this boot of the host; "" if the system does not give it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the strategies for FSDP2 and tensor parallelism of Lightning and Fabric have in common."""
+"""The common part of the strategies for FSDP2 and tensor parallelism of Lightning and Fabric."""
 
 from __future__ import annotations
 

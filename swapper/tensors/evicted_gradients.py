@@ -273,7 +273,7 @@ def evicted_shard_gradient(
 
 
 def shown(gradient: EvictedGradient) -> torch.Tensor:
-    """What `p.grad` gives: `gradient`, or the DTensor around it. While somebody has that, it is the same one."""
+    """Return the value of `p.grad`: `gradient`, or the DTensor around it, the same one while somebody has it."""
     if not is_sharded(gradient.parameter):
         return gradient
     around = None if gradient.around is None else gradient.around()
@@ -294,7 +294,7 @@ def fill_gradient(gradient: EvictedGradient, values: torch.Tensor) -> torch.Tens
 
 
 def _stand_in_of(gradient: torch.Tensor | None) -> EvictedGradient | None:
-    """What has no values of `gradient`: itself, or the local tensor of a DTensor; None if it has them."""
+    """Return the evicted gradient: `gradient` itself, or the local tensor of a DTensor; None if it is not evicted."""
     local = None if gradient is None else local_of(gradient)
     return local if isinstance(local, EvictedGradient) else None
 

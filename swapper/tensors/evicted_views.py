@@ -54,7 +54,7 @@ class Source:
     dtype: torch.dtype
     device = torch.device("cpu")
     own: torch.Tensor | None = None
-    """What somebody has made of values that are read anew each time; it stays in memory."""
+    """The tensor that replaces values that are read anew each time, after it was written to; it stays in memory."""
 
     def homes(self) -> Sequence[Home]:
         """The homes whose values must be in memory for `real`. None here: it is read."""
@@ -65,7 +65,7 @@ class Source:
         raise NotImplementedError
 
     def written(self, values: torch.Tensor) -> None:
-        """What `real` gave was written to: it is not to be read again."""
+        """Take note that the tensor from `real` was written to, so that it is not read again."""
         self.own = values
 
     def mapped_copy(self) -> torch.Tensor:
@@ -172,7 +172,7 @@ def like_of(source: Source) -> torch.Tensor:
 
 
 def parts_of(source: Source, of: Callable[[torch.Tensor], Any]) -> Any:
-    """What the function `of` makes of the values of `source`: a view, or several. See [Note: parts].
+    """Return the views that the function `of` makes of the values of `source`: one, or several. See [Note: parts].
 
     Returns:
         None if it makes anything else than views of the same dtype. `source` if it gives its argument back.
@@ -303,7 +303,7 @@ _MAKES_VIEWS = frozenset(
 expert's part of all layers while it saves a model, so they have no memory of the pool."""
 
 _BY_SHAPE = frozenset({"expand_as", "reshape_as", "view_as"})
-"""Those of them whose other argument is a tensor, of which they need the shape."""
+"""Functions of these whose other argument is a tensor, of which they need the shape."""
 
 
 def _views(call: Call, view: EvictedView) -> Any:
@@ -347,7 +347,7 @@ def viewed_by(tensor: object) -> torch.Tensor | None:
 
 
 def as_in_state_dict(tensor: torch.Tensor) -> torch.Tensor:
-    """What an ordinary state dict has of a parameter or buffer: it shares the memory, and needs no gradient."""
+    """Return the tensor that an ordinary state dict has of a parameter or buffer: of the same memory, without grad."""
     if (home := home_of(tensor)) is not None:
         return EvictedView(ViewOfParameter(tensor, home))
     return tensor.detach()

@@ -61,11 +61,11 @@ _NAMESPACES = ("aten", "prims")
 _answers: list[Callable[..., Any]] = []
 _keys: torch._C.DispatchKeySet | None = None
 _libraries: list[torch.library.Library] = []
-"""What is registered stays so as long as these live."""
+"""Operators stay registered as long as these live."""
 
 
 class _NoMemory(torch.Tensor):
-    """What torch makes without memory has to be of such a class. No tensor of it is given away."""
+    """The class of tensors without memory, which torch requires. No tensor of it is given away."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -132,7 +132,7 @@ def hollow_of(cls: type[_TensorT], like: torch.Tensor, stride: tuple[int, ...]) 
 
 
 def hollow_values(like: torch.Tensor, stride: tuple[int, ...], name: str) -> torch.Tensor:
-    """What the `data` of a tensor as `like` may be set to outside of inference mode, so that it has no memory.
+    """Return values for the `data` of a tensor as `like`, outside of inference mode, so that it has no memory.
 
     In inference mode torch would dispatch to the class of what is returned.
 
@@ -157,7 +157,7 @@ _refuse_access: Callable[[int, str], None] | None = getattr(torch._C, "_set_stor
 
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device, refuse: Callable[[int, str], None] | None) -> torch.Tensor:
-    """What all share that have no key: making one is work for a device, and for its allocator.
+    """Return the element that all tensors without a key share: making one is work for a device, and for its allocator.
 
     It stays while the process lives: one element of each dtype on each device, for which an allocator takes 512 bytes.
     """

@@ -139,7 +139,7 @@ def sharded_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What makes a DTensor of a local tensor.
+    """The mesh, placements and shape that make a DTensor of a local tensor.
 
     Attributes:
         mesh, placements: the DTensor's.
@@ -153,7 +153,7 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Any) -> Sharding:
-        """That of a DTensor."""
+        """Return the sharding of a DTensor."""
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
     def covers(self, other: Sharding) -> bool:

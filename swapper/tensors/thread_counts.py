@@ -1,4 +1,4 @@
-"""How many threads torch computes with, where autograd runs hooks in a thread of its own.
+"""The number of threads that torch computes with, where autograd runs hooks in a thread of its own.
 
 torch keeps the number for each thread, and a thread takes the number of `torch.set_num_threads` when it computes for
 the first time. The thread that autograd has for a device lives from the first backward pass on, so that it has the
