@@ -14,10 +14,10 @@ import torch
 
 from swapper.errors import SwapError
 
-__all__ = ["Metrics", "Moves", "Record", "Stats", "Timeline", "TimelineEvent", "moves_of"]
+__all__ = ["Metrics", "Moves", "RecordId", "Stats", "Timeline", "TimelineEvent", "moves_of"]
 
-Record = tuple[int, str, int]
-"""The key of a record: its owner, its kind ("param", "grad" or "optim"), and its number."""
+RecordId = tuple[int, str, int]
+"""The id of a record, as its key has it: its owner, its kind ("param", "grad" or "optim"), and its number."""
 
 
 class _Timed(Protocol):
@@ -44,7 +44,7 @@ class TimelineEvent:
     name: str
     start_s: float
     stop_s: float
-    record: Record | None = None
+    record: RecordId | None = None
     length_bytes: int = 0
 
 
@@ -63,8 +63,8 @@ class Timeline:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._events: list[TimelineEvent] = []
-        self._in_flight: list[tuple[str, Record, int, _Timed]] = []
-        self._used_since_s: dict[Record, float] = {}
+        self._in_flight: list[tuple[str, RecordId, int, _Timed]] = []
+        self._used_since_s: dict[RecordId, float] = {}
 
     def __enter__(self) -> Timeline:
         """Start to collect.
@@ -102,7 +102,7 @@ class Timeline:
             self._collect()
             return sorted(self._events, key=lambda event: event.start_s)
 
-    def _add_transfer(self, operation: str, record: Record, length_bytes: int, transfer: _Timed) -> None:
+    def _add_transfer(self, operation: str, record: RecordId, length_bytes: int, transfer: _Timed) -> None:
         with self._lock:
             self._collect()  # Kept no longer than needed: a transfer holds its file open.
             self._in_flight.append((operation, record, length_bytes, transfer))
@@ -117,10 +117,10 @@ class Timeline:
                 in_flight.append(item)
         self._in_flight = in_flight
 
-    def _begin_use(self, record: Record) -> None:
+    def _begin_use(self, record: RecordId) -> None:
         self._used_since_s.setdefault(record, time.perf_counter())
 
-    def _end_use(self, record: Record) -> None:
+    def _end_use(self, record: RecordId) -> None:
         start_s = self._used_since_s.pop(record, None)
         if start_s is not None:
             self._events.append(TimelineEvent("use", start_s, time.perf_counter(), record))
@@ -168,26 +168,26 @@ class Metrics:
             if (timeline := _current) is not None:
                 timeline._events.append(TimelineEvent(name, start_s, stop_s))
 
-    def count_read(self, record: Record, length_bytes: int, transfer: _Timed) -> None:
+    def count_read(self, record: RecordId, length_bytes: int, transfer: _Timed) -> None:
         """`transfer`, which reads `record`, was started."""
         self.reads += 1
         self.bytes_read += length_bytes
         if (timeline := _current) is not None:
             timeline._add_transfer("read", record, length_bytes, transfer)
 
-    def count_write(self, record: Record, length_bytes: int, transfer: _Timed) -> None:
+    def count_write(self, record: RecordId, length_bytes: int, transfer: _Timed) -> None:
         """`transfer`, which writes `record`, was started."""
         self.writes += 1
         self.bytes_written += length_bytes
         if (timeline := _current) is not None:
             timeline._add_transfer("write", record, length_bytes, transfer)
 
-    def begin_use(self, record: Record) -> None:
+    def begin_use(self, record: RecordId) -> None:
         """From now on code may work with the values of `record`."""
         if (timeline := _current) is not None:
             timeline._begin_use(record)
 
-    def end_use(self, record: Record) -> None:
+    def end_use(self, record: RecordId) -> None:
         """No code works with the values of `record` any more. Nothing happens if none did."""
         if (timeline := _current) is not None:
             timeline._end_use(record)

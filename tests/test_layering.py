@@ -96,6 +96,12 @@ RETIRED = {
 }
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
+TOO_SHORT = {
+    "Part": "the part of what: ShareFile, PartRecord, AddressRange, RankPart",
+    "Record": "the record of what: RecordFiles, RecordId, ArchiveEntry",
+}
+"""Words that are no name alone: more than one class had each."""
+
 NO_BEGINNINGS = "How|That|Those|What|Whatever|When|Whenever|Where|Whether|Which|Who|Whose|Why"
 """Words with which no docstring in `swapper/` begins: they begin a clause, and not a sentence."""
 
@@ -340,6 +346,16 @@ def test_no_name_has_a_retired_word() -> None:
             for word, instead in RETIRED.items():
                 if f"_{word}_" in f"_{words}_" and package_of(module) not in STILL_SAID.get(word, ()):
                     said.append(f"swapper.{module}, line {line}: {name}; say {instead} instead of {word}")
+    assert not said
+
+
+def test_no_name_is_only_a_word_that_several_had() -> None:
+    said = [
+        f"swapper.{module}, line {line}: {name}; say {TOO_SHORT[name]}"
+        for module, path in MODULES.items()
+        for name, line in defined(path)
+        if name in TOO_SHORT
+    ]
     assert not said
 
 

@@ -43,7 +43,7 @@ from swapper.checkpoint.index import (
     SavedSegment,
     SavedWhole,
 )
-from swapper.checkpoint.saved_shards import Part, ShardedModel
+from swapper.checkpoint.saved_shards import RankPart, ShardedModel
 from swapper.checkpoint.state_writer import (
     digest_of_options,
     names_of_parameters,
@@ -276,7 +276,7 @@ def save_part(
             rank=rank,
             files=new.files,
             annex=None if new.annex is None else new.annex.saved,
-            model=shards.save(Part(rank, mine.__contains__, own)),
+            model=shards.save(RankPart(rank, mine.__contains__, own)),
             optimizers=[each.saved for each in writers],
             wholes=[
                 [

@@ -33,11 +33,11 @@ from swapper.tensors.evicted_views import viewed_by
 from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, part_name
 
-__all__ = ["Part", "ShardedModel"]
+__all__ = ["RankPart", "ShardedModel"]
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """The part of a model that this rank writes, where several ranks save it together.
 
     Attributes:
@@ -188,7 +188,7 @@ class ShardedModel:
                 found[name] = (crc, value.dtype, tuple(value.shape), names[id(value)])
         return found
 
-    def save(self, part: Part) -> SavedModel:
+    def save(self, part: RankPart) -> SavedModel:
         """Put what this rank writes into the checkpoint: records by a second name, else written.
 
         Raises:

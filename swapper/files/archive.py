@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BadArchive", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
+__all__ = ["ArchiveEntry", "BadArchive", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -33,8 +33,8 @@ class BadArchive(ValueError):
 
 
 @dataclass(frozen=True)
-class Record:
-    """A record of a ZIP file.
+class ArchiveEntry:
+    """An entry of a ZIP file; torch calls it a record.
 
     Attributes:
         name: within the ZIP file, with the archive's own name before it.
@@ -50,7 +50,7 @@ class Record:
     crc32: int | None = None
 
 
-def local_header(record: Record, alignment_bytes: int) -> bytes:
+def local_header(record: ArchiveEntry, alignment_bytes: int) -> bytes:
     """The bytes before a payload, which starts at a multiple of `alignment_bytes` in the file."""
     name = record.name.encode()
     extra = _zip64(record, local=True)
@@ -72,7 +72,7 @@ def header_bytes(header: bytes) -> int:
     return int(_LOCAL.size + name_bytes + extra_bytes)
 
 
-def descriptor(record: Record) -> bytes:
+def descriptor(record: ArchiveEntry) -> bytes:
     """The bytes behind a payload; none behind an empty one."""
     if not record.length_bytes:
         return b""
@@ -80,7 +80,7 @@ def descriptor(record: Record) -> bytes:
     return struct.pack(layout, b"PK\7\10", record.crc32 or 0, record.length_bytes, record.length_bytes)
 
 
-def directory(records: Sequence[Record], offset_bytes: int) -> bytes:
+def directory(records: Sequence[ArchiveEntry], offset_bytes: int) -> bytes:
     """The end of the file.
 
     Args:
@@ -105,7 +105,7 @@ def directory(records: Sequence[Record], offset_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _zip64(record: Record, *, local: bool = False) -> bytes:
+def _zip64(record: ArchiveEntry, *, local: bool = False) -> bytes:
     """The extra field for lengths and offsets that do not fit into 32 bits."""
     large: list[int] = []
     if record.length_bytes >= _MAX_32:
@@ -116,11 +116,11 @@ def _zip64(record: Record, *, local: bool = False) -> bytes:
     return struct.pack(f"<HH{len(large)}Q", _ZIP64_EXTRA, 8 * len(large), *large) if large else b""
 
 
-def _flags(record: Record) -> int:
+def _flags(record: ArchiveEntry) -> int:
     return _UTF8 | (_HAS_DESCRIPTOR if record.length_bytes else 0)
 
 
-def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[Record]:
+def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[ArchiveEntry]:
     """The records of a ZIP file, in the order of its directory.
 
     Args:
@@ -160,7 +160,7 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     return records
 
 
-def _records(data: bytes, count: int, stop: int) -> list[Record]:
+def _records(data: bytes, count: int, stop: int) -> list[ArchiveEntry]:
     records = []
     at = 0
     for _ in range(count):
@@ -181,7 +181,7 @@ def _records(data: bytes, count: int, stop: int) -> list[Record]:
             raise BadArchive("its directory is damaged")
         # torch writes a checksum of 0 where it was told to compute none (`set_crc32_options`).
         known = method == 0 and bool(crc32)
-        records.append(Record(name, offset, stored, crc32 if known else None))
+        records.append(ArchiveEntry(name, offset, stored, crc32 if known else None))
     return records
 
 

@@ -23,7 +23,7 @@ from torch.serialization import default_restore_location, location_tag, normaliz
 
 from swapper.errors import ConfigError, SwapError
 from swapper.files import archive
-from swapper.files.archive import Record
+from swapper.files.archive import ArchiveEntry
 from swapper.files.file_buffers import POOL_BYTES
 from swapper.files.input_file import InputFile
 from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
@@ -231,10 +231,10 @@ class Prepared:
             "version": b"3\n",
             ".data/serialization_id": b"0" * 40,
         }
-        self._records: list[tuple[Record, bytes, bytes | AnyStorage]] = []
+        self._records: list[tuple[ArchiveEntry, bytes, bytes | AnyStorage]] = []
         offset = 0
         for name, content in contents.items():
-            record = Record(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
+            record = ArchiveEntry(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
             header = archive.local_header(record, alignment_bytes)
             self._records.append((record, header, content))
             offset += len(header) + record.length_bytes + len(archive.descriptor(record))
@@ -254,7 +254,7 @@ class Prepared:
             SwapIOError: the drive has failed, or one that has evicted parameters.
             SwapError: a tensor was resized meanwhile.
         """
-        done: list[Record] = []
+        done: list[ArchiveEntry] = []
         between = b""  # What is behind a payload goes with the header of the next: a call less for each tensor.
         for record, header, content in self._records:
             if record is self._records[-1][0]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from swapper.errors import SwapIOError, path_given, system_errors
-from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Record, header_bytes, read_directory
+from swapper.files.archive import LOCAL_HEADER_BYTES, ArchiveEntry, BadArchive, header_bytes, read_directory
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.io.checksums import copy_crc32, crc32
 from swapper.io.fresh_memory import FreshMemory
@@ -126,8 +126,8 @@ class InputFile(io.RawIOBase):
         self.defer_from_bytes = 0
         self._base = 0
         self._position = 0
-        self._records: dict[int, Record] = {}
-        self._announced: Record | None = None
+        self._records: dict[int, ArchiveEntry] = {}
+        self._announced: ArchiveEntry | None = None
         self._pieces: deque[_Piece] = deque()
         self._next = 0
         self._end_of_last = -1

@@ -13,7 +13,7 @@ import torch
 from swapper.errors import SwapError
 from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
 from swapper.gradient.copies import GradientCopies
-from swapper.gradient.records import Gradient, GradientState, Part
+from swapper.gradient.records import Gradient, GradientState, PartRecord
 from swapper.io.devices import Copy, keep_for_current_stream
 from swapper.metrics import Metrics
 from swapper.storage.agreement import agreed
@@ -254,7 +254,9 @@ class EvictedGradients:
             return
         self._rewrite(gradient, gradient.parts, lambda _, view: change(view))
 
-    def _rewrite(self, gradient: Gradient, parts: list[Part], change: Callable[[Part, torch.Tensor], object]) -> None:
+    def _rewrite(
+        self, gradient: Gradient, parts: list[PartRecord], change: Callable[[PartRecord, torch.Tensor], object]
+    ) -> None:
         """Call `change` with each of `parts` and its buffer, 1-D. If that is cut off, the gradient is LOST."""
         try:
             for part in parts:
@@ -355,7 +357,7 @@ class EvictedGradients:
     # --- Whole gradients -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
+    def _opened(self, gradient: Gradient, part: PartRecord) -> Iterator[torch.Tensor]:
         """Within it a part of an evicted gradient is there, complete; 1-D, in memory order. It is not changed."""
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()

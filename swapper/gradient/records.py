@@ -28,7 +28,7 @@ __all__ = [
     "Gradient",
     "GradientPart",
     "GradientState",
-    "Part",
+    "PartRecord",
     "can_leave",
     "fitting",
     "needs_of",
@@ -55,8 +55,8 @@ class GradientState(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Part:
-    """The part of a gradient that one bucket steps on, and its record; in elements in memory order."""
+class PartRecord:
+    """The record of the part of a gradient that one bucket steps on; bounds in elements in memory order."""
 
     start: int
     stop: int
@@ -94,7 +94,7 @@ class Gradient:
     layout: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PartRecord] = field(default_factory=list)
     state: GradientState = GradientState.IN_MEMORY
     stride: tuple[int, ...] = ()
     arrived: int = 0
@@ -138,7 +138,7 @@ class Gradient:
         """From where to where each part goes."""
         return [(part.start, part.stop) for part in self.parts]
 
-    def part_at(self, start: int) -> Part:
+    def part_at(self, start: int) -> PartRecord:
         """The part that element `start` is in."""
         part = self.parts[bisect.bisect_right(self.parts, start, key=attrgetter("start")) - 1]
         assert part.start <= start < part.stop, start

@@ -45,7 +45,7 @@ from swapper.gradient.records import (
     Gradient,
     GradientPart,
     GradientState,
-    Part,
+    PartRecord,
     fitting,
     record_bytes,
 )
@@ -162,7 +162,7 @@ class GradientSwapper(EvictedGradients):
             for number in [number for number in self._gradients if number not in known_ids or number not in wanted]:
                 self._leave(number)
             sizes: dict[RecordKey, int] = {}
-            made: dict[int, list[Part]] = {}
+            made: dict[int, list[PartRecord]] = {}
             for number, (p, cuts) in wanted.items():
                 known = self._of(p)
                 if known is not None and known.cuts == cuts:
@@ -482,10 +482,12 @@ class GradientSwapper(EvictedGradients):
 
     # --- Planning --------------------------------------------------------------------------------------------------
 
-    def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> Part:
-        return Part(start, stop, RecordKey(self._owner, "grad", next(self._numbers)), record_bytes(p, start, stop))
+    def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> PartRecord:
+        return PartRecord(
+            start, stop, RecordKey(self._owner, "grad", next(self._numbers)), record_bytes(p, start, stop)
+        )
 
-    def _adopt(self, p: torch.nn.Parameter, parts: list[Part]) -> None:
+    def _adopt(self, p: torch.nn.Parameter, parts: list[PartRecord]) -> None:
         """Take the gradient of `p` from now on in `parts`."""
         known = self._of(p)
         if known is None:

@@ -20,7 +20,7 @@ from swapper.io.handle import AsyncIOHandle, Slab
 from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
-from swapper.storage.free_pieces import FreePieces, Part
+from swapper.storage.free_pieces import AddressRange, FreePieces
 from swapper.storage.pool_memory import PoolMemory
 from swapper.storage.transfers import AnyTransfer
 
@@ -43,7 +43,7 @@ class _Extent(weakref.ref["Lease"]):
     relies what the pool then does with it, which can be cut off and done again.
     """
 
-    parts: Sequence[Part] = ()
+    parts: Sequence[AddressRange] = ()
     pages: GatheredPages | None = None
     """The memory, where it is not that of the one part."""
     transfer: AnyTransfer | None = None
@@ -487,7 +487,7 @@ class BufferPool:
     _cannot_gather = ""
     """The reason why pieces cannot be joined; "" if they can."""
 
-    def _gather_pages(self, parts: Sequence[Part]) -> GatheredPages:
+    def _gather_pages(self, parts: Sequence[AddressRange]) -> GatheredPages:
         address = self._slab.address
         return GatheredPages([(address + part.start, part.stop - part.start) for part in parts], locked=self.locked)
 

@@ -14,7 +14,7 @@ from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
-from swapper.storage.record_files import Part
+from swapper.storage.record_files import ShareFile
 from swapper.storage.recycled_files import RecycledFiles
 
 __all__ = ["Drive"]
@@ -51,7 +51,7 @@ class Drive:
         with self._holding:
             self.held_bytes += change_bytes
 
-    def new_part(self, name: str, share: Share, checksums: Checksums | None, wanted_bytes: int) -> Part:
+    def new_share_file(self, name: str, share: Share, checksums: Checksums | None, wanted_bytes: int) -> ShareFile:
         """Make a file for a share of a record: of a recycled one if there is one.
 
         Args:
@@ -80,7 +80,7 @@ class Drive:
                         raise
                     self.recycled.drop()  # Those that are left may be too small, and have the space that is missing.
                     reserved = file.preallocate(length_bytes)
-                return Part(share, file, checksums, reserved, written_bytes=written_bytes)
+                return ShareFile(share, file, checksums, reserved, written_bytes=written_bytes)
             except BaseException:
                 file.close()
                 raise

@@ -14,10 +14,10 @@ import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["FreePieces", "Part", "Taker"]
+__all__ = ["AddressRange", "FreePieces", "Taker"]
 
 
-class Part:
+class AddressRange:
     """A range of addresses that one lease has.
 
     Attributes:
@@ -34,9 +34,9 @@ class Part:
 
 
 class Taker(Protocol):
-    """Whoever takes parts."""
+    """An object to which `FreePieces` assigns the ranges that it takes."""
 
-    parts: Sequence[Part]
+    parts: Sequence[AddressRange]
 
 
 class FreePieces:
@@ -66,7 +66,7 @@ class FreePieces:
                 continue
             first, last = (stop - length_bytes, stop) if high else (lowest, lowest + length_bytes)
             rest = [piece for piece in ((start, first), (last, stop)) if piece[0] < piece[1]]
-            parts = (Part(first, last),)
+            parts = (AddressRange(first, last),)
             taker.parts = parts
             self._pieces[i : i + 1] = rest
             self.total_bytes -= length_bytes
@@ -79,7 +79,7 @@ class FreePieces:
             return False
         parts, left_bytes = [], length_bytes
         for start, stop in sorted(self._pieces, key=lambda piece: piece[0] - piece[1]):
-            parts.append(Part(start, min(stop, start + left_bytes)))
+            parts.append(AddressRange(start, min(stop, start + left_bytes)))
             left_bytes -= parts[-1].stop - start
             if not left_bytes:
                 break
@@ -91,7 +91,7 @@ class FreePieces:
         self.total_bytes -= length_bytes
         return True
 
-    def put(self, part: Part) -> None:
+    def put(self, part: AddressRange) -> None:
         """Add what was taken, joined with its free neighbours. Nothing happens if it is here already."""
         if not part.taken:
             return

@@ -24,7 +24,7 @@ from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
 from swapper.storage.recycled_files import is_unread
 
-__all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "umask", "used"]
+__all__ = ["Pinned", "PinnedShare", "RecordFiles", "ShareFile", "link", "remove", "umask", "used"]
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLI
 
 
 @dataclass(slots=True)
-class Part:
-    """The share of a record that is on one drive: a file, from its start."""
+class ShareFile:
+    """The file of a record's share on one drive: the share is all of the file, from its start."""
 
     share: Share
     file: File
@@ -119,7 +119,7 @@ class Part:
 
     def pin(
         self, handle: AsyncIOHandle, directory: Path, token: int, length_bytes: int, stack: contextlib.ExitStack
-    ) -> PinnedPart:
+    ) -> PinnedShare:
         """Keep the file as it is until `stack` is closed.
 
         Args:
@@ -135,7 +135,7 @@ class Part:
         stack.callback(_unlink, name, os.getpid())  # Before it is made: Ctrl-C may strike anywhere.
         file = _reopen(handle, self.file, name)
         stack.callback(_close_unnamed, file)
-        return PinnedPart(handle, file, length_bytes)
+        return PinnedShare(handle, file, length_bytes)
 
     def unreserved_bytes(self) -> int:
         """Bytes that it will still take of the drive's free space."""
@@ -149,18 +149,18 @@ class Part:
 
 
 @dataclass(slots=True)
-class Record:
-    """The files of one key."""
+class RecordFiles:
+    """The files of one record, one on each drive that has a share of it."""
 
-    parts: list[Part]
+    parts: list[ShareFile]
     capacity_bytes: int
     stored_bytes: int = 0
     torn: bool = False
     """A write was cut off before all parts of it were started: what the files hold was never one record."""
 
 
-class PinnedPart(NamedTuple):
-    """A part of a pinned record.
+class PinnedShare(NamedTuple):
+    """The share of a pinned record on one drive.
 
     Attributes:
         handle: of its drive.
@@ -218,7 +218,7 @@ class Pinned:
         parts: in order; together they are the record.
     """
 
-    def __init__(self, parts: tuple[PinnedPart, ...], stack: contextlib.ExitStack) -> None:
+    def __init__(self, parts: tuple[PinnedShare, ...], stack: contextlib.ExitStack) -> None:
         self.parts = parts
         self._finalizer = finalizer(self, stack.close)
 
@@ -244,7 +244,7 @@ class Pinned:
         self.close()
 
 
-def used(record: Record) -> Iterator[tuple[Part, int]]:
+def used(record: RecordFiles) -> Iterator[tuple[ShareFile, int]]:
     """The parts that hold something of what is stored, each with how many bytes."""
     for part in record.parts:
         part_bytes = min(part.share.stop_bytes, record.stored_bytes) - part.share.start_bytes

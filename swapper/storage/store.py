@@ -28,7 +28,7 @@ from swapper.storage.atomic import all_at_once
 from swapper.storage.drive import Drive
 from swapper.storage.layout import Share, share_out
 from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_paths, file_systems
-from swapper.storage.record_files import Part, Pinned, Record, link, remove, umask, used
+from swapper.storage.record_files import Pinned, RecordFiles, ShareFile, link, remove, umask, used
 from swapper.storage.runs import make_run_directory, remove_run_directory, remove_stale_runs
 from swapper.storage.speed import measure_speeds
 from swapper.storage.transfers import RecordTransfer, start_all
@@ -98,7 +98,7 @@ class TensorStore:
         # Below a block a share is not even a request.
         self._unit_bytes = max([STRIPE_BYTES, *(handle.block_bytes for handle in handles)])
         self._drives: list[Drive] = []
-        self._records: dict[RecordKey, Record] = {}
+        self._records: dict[RecordKey, RecordFiles] = {}
         self._unreserved: dict[RecordKey, None] = {}  # records whose files may still take free space
         self._tokens = itertools.count()
         self._counting = threading.Lock()  # Caches start writes in threads of their own.
@@ -172,12 +172,12 @@ class TensorStore:
         try:
             for key, shares in plans.items():
                 assert key not in self._records, key
-                record = self._records[key] = Record([], sizes[key])
+                record = self._records[key] = RecordFiles([], sizes[key])
                 made.append(key)
                 for share in shares:
                     checksums = self._checksums(share) if self._verify or summed else None
                     drive = self._drives[share.drive]
-                    record.parts.append(drive.new_part(key.file_name, share, checksums, share.length_bytes))
+                    record.parts.append(drive.new_share_file(key.file_name, share, checksums, share.length_bytes))
                     drive.hold(share.length_bytes)
                 self._note_unreserved(key, record)
         except BaseException:
@@ -285,16 +285,16 @@ class TensorStore:
             self.overwrites += not first
         return transfer
 
-    def _make_writable(self, key: RecordKey, record: Record, length_bytes: int) -> None:
+    def _make_writable(self, key: RecordKey, record: RecordFiles, length_bytes: int) -> None:
         """Give the record fresh files for those that must stay as they are. After an exception nothing has changed."""
-        fresh: dict[int, Part] = {}
+        fresh: dict[int, ShareFile] = {}
         try:
             for i, part in enumerate(record.parts):
                 if self._must_stay(record, part):
                     share = part.share
                     name = f"{Path(key.file_name).stem}-{part.files}.safetensors"
                     wanted_bytes = max(0, min(share.stop_bytes, length_bytes) - share.start_bytes)
-                    fresh[i] = self._drives[share.drive].new_part(name, share, part.checksums, wanted_bytes)
+                    fresh[i] = self._drives[share.drive].new_share_file(name, share, part.checksums, wanted_bytes)
                     fresh[i].files = part.files + 1
         except BaseException:
             for part in fresh.values():
@@ -306,11 +306,11 @@ class TensorStore:
             remove(former.file)
         self._note_unreserved(key, record)
 
-    def _note_unreserved(self, key: RecordKey, record: Record) -> None:
+    def _note_unreserved(self, key: RecordKey, record: RecordFiles) -> None:
         if not all(part.reserved for part in record.parts):
             self._unreserved[key] = None
 
-    def _must_stay(self, record: Record, part: Part) -> bool:
+    def _must_stay(self, record: RecordFiles, part: ShareFile) -> bool:
         """Tell if somebody else has the part's file. One that was published, and is ours again, is made as it was."""
         if part.file.closed:  # It could not be opened again.
             return True
@@ -415,7 +415,7 @@ class TensorStore:
             raise
         return set(linked)
 
-    def _cut(self, record: Record, part: Part, length_bytes: int) -> None:
+    def _cut(self, record: RecordFiles, part: ShareFile, length_bytes: int) -> None:
         if length_bytes < record.stored_bytes and part.checksums is not None:
             # The last block is a shorter one from now on. What is noted of it must not come from damaged bytes.
             start = (length_bytes - 1) // part.checksums.block_bytes * part.checksums.block_bytes
@@ -481,7 +481,7 @@ class TensorStore:
     # ---------------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _check_whole(record: Record, operation: str) -> None:
+    def _check_whole(record: RecordFiles, operation: str) -> None:
         if record.torn:
             detail = "its last write was interrupted before all of it was started"
             raise SwapIOError(errno.EIO, operation, record.parts[0].file.path, 0, record.stored_bytes, detail)
@@ -500,7 +500,7 @@ class TensorStore:
                 part.check_written()
 
     def _moves(
-        self, operation: str, record: Record, lease: Lease, length_bytes: int
+        self, operation: str, record: RecordFiles, lease: Lease, length_bytes: int
     ) -> Iterator[Callable[[], Transfer]]:
         """A call for each part, which starts the transfer of its share of the record's first `length_bytes`."""
         for part in record.parts:
@@ -585,7 +585,7 @@ class TensorStore:
             self._finalizer.detach()  # Only now: after Ctrl-C in the line above it is still there to try again.
 
 
-def _close(drives: list[Drive], records: dict[RecordKey, Record], all_pinned: WeakSet[Pinned], pid: int) -> None:
+def _close(drives: list[Drive], records: dict[RecordKey, RecordFiles], all_pinned: WeakSet[Pinned], pid: int) -> None:
     if os.getpid() != pid:
         return  # A forked child: the files are its parent's.
     for pinned in list(all_pinned):
