@@ -86,7 +86,8 @@ RETIRED = {
     "references": "tensor_refs",
     "replicas": "ddp_sync",
     "saved_places": "saved_tensors",
-    "settle": "wait, flush or close",
+    "settle": "wait, wait_quietly, flush or close",
+    "settled": "flushed, or what is over",
     "shed": "evict or drop",
     "spares": "recycled_files",
     "surrender": "release",
@@ -107,7 +108,6 @@ NO_BEGINNINGS = "How|That|Those|What|Whatever|When|Whenever|Where|Whether|Which|
 
 STILL_SAID = {
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "settle": {"io", "storage"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 

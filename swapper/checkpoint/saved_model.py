@@ -252,7 +252,7 @@ def linkable_records(model: torch.nn.Module | None, state: Mapping[str, torch.Te
     """The records whose tensors are those of the state dict, under the same names."""
     swapper = None if model is None else vars(model).get("swapper")
     if isinstance(swapper, ParameterSwapper):
-        for held in swapper.settled_records():
+        for held in swapper.flushed_records():
             if all(_is_linkable(location, state) for location in held.plan.locations):
                 yield held
 

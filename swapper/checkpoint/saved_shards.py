@@ -138,7 +138,7 @@ class ShardedModel:
         units = []
         left = dict(self._shards)
         swapper = vars(self._model).get("swapper")
-        for held in swapper.settled_records() if isinstance(swapper, ParameterSwapper) else ():
+        for held in swapper.flushed_records() if isinstance(swapper, ParameterSwapper) else ():
             found = [left.get(location.name) for location in held.plan.locations]
             shards = [shard for shard in found if shard is not None]
             if held.plan.sharded and len(shards) == len(found) and _is_linkable(held, shards):

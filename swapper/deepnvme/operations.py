@@ -57,7 +57,7 @@ class Operation:
         """The one to wait for; none before and after, for as long as there is one the file stays open."""
         self.failure: SwapIOError | None = None
 
-    def settled(self) -> bool:
+    def needs_nothing(self) -> bool:
         """Tell if it needs its file and its memory no more."""
         return not self.transfers or (not self.validate and self.transfers[0].done())
 
@@ -131,14 +131,14 @@ class _Uses:
         return [
             use.operation
             for use in self._items
-            if start < use.stop and use.start < stop and (changes or use.changes) and not use.operation.settled()
+            if start < use.stop and use.start < stop and (changes or use.changes) and not use.operation.needs_nothing()
         ]
 
     def add(self, start: int, stop: int, changes: bool, operation: Operation) -> None:
         if start >= stop:
             return
         if len(self._items) >= self._prune_at:
-            self._items = [use for use in self._items if not use.operation.settled()]
+            self._items = [use for use in self._items if not use.operation.needs_nothing()]
             self._prune_at = 2 * len(self._items) + 64
         self._start, self._stop = (min(start, self._start), max(stop, self._stop)) if self._items else (start, stop)
         self._items.append(_Use(start, stop, changes, operation))

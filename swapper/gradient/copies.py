@@ -76,7 +76,7 @@ class GradientCopies:
         while len(self._evicted) > 1 and (
             self._evicted[0][0].done() or sum(length for _, length in self._evicted) > _COPYING_BYTES
         ):
-            self._evicted.popleft()[0].settle()
+            self._evicted.popleft()[0].wait_quietly()
         task = torch._C._current_graph_task_id()
         if task < 0:
             self.of(gradient.device).join()

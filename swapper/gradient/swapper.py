@@ -402,7 +402,7 @@ class GradientSwapper(EvictedGradients):
                 set_raw_gradient(p, None)
             except BaseException as error:
                 try:
-                    copies.settle()  # Then what is given back, and what stays in memory, is used by nobody else.
+                    copies.wait()  # Then what is given back, and what stays in memory, is used by nobody else.
                 finally:
                     self._cache.recover()
                     self._undo(gradient, p, before, error)

@@ -297,7 +297,7 @@ class Bounce:
             self._jobs[job.key] = job
         return job
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait for the jobs that are in flight now, well or not."""
         with self._lock:
             jobs = list(self._jobs.values())
@@ -518,7 +518,7 @@ class Bounce:
     def _fail(self, job: Job, chunk: _Chunk, error: Exception) -> None:
         """Note the first failure. What else of the job is in flight goes on to its end, and is waited for."""
         if chunk.event is not None or not isinstance(error, SwapIOError):
-            _await_device(job, job.copies.settle)  # The ring, or the tensor, may still be in use by a copy.
+            _await_device(job, job.copies.wait)  # The ring, or the tensor, may still be in use by a copy.
         if job.error is not None:
             return
         whole = chunk.stop - chunk.start == job.length_bytes
@@ -540,7 +540,7 @@ class Bounce:
             jobs, self._jobs = list(self._jobs.values()), {}
             self._waiting.clear()
             for chunk in self._flight:
-                _await_device(chunk.job, chunk.job.copies.settle)
+                _await_device(chunk.job, chunk.job.copies.wait)
                 if chunk.native is not None:
                     with contextlib.suppress(Exception):
                         chunk.native.wait()

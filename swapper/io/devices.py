@@ -6,7 +6,7 @@ All that is known of a type of device is here; what has no counterpart elsewhere
 
     memory of the device    is kept from its allocator by `Copies.keep`, though nobody has the tensor any more
     memory of a pool        is kept by its lease: the `Copy` is the lease's transfer
-    values of the device    may be used by work of the current stream only after `join`, by the host after `settle`
+    values of the device    may be used by work of the current stream only after `join`, by the host after `wait`
 
 `begin` is the other direction: copies that follow see what the current stream has to compute first. So a tensor that is
 to be copied is made before `begin`, and `begin` comes before the copy.
@@ -147,11 +147,11 @@ class Copies:
         """Let nobody else have the memory of a device tensor before the copies so far are done."""
         tensor.record_stream(self._stream)
 
-    def settle(self) -> None:
-        """Wait for all copies."""
+    def wait(self) -> None:
+        """Let the host wait for all copies."""
         self._stream.synchronize()
 
-    def settle_all(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all that devices of this type have to do, copies from and to the host among it."""
         for number in range(self._module.device_count()):
             self._module.synchronize(number)
@@ -177,7 +177,7 @@ class _CudaCopies(Copies):
     def _event(self) -> Any:
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # Others spin while the host waits.
 
-    def settle_all(self) -> None:
+    def wait_all(self) -> None:
         for number in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]  # Else it would be made.
                 torch.cuda.synchronize(number)
@@ -446,11 +446,11 @@ class Copy:
             SwapIOError: the device failed, in this copy or before.
         """
         assert timeout is None
-        self.settle()
+        self.wait_quietly()
         check_devices()
         return 0
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until it is over, and leave a failure to others. See [Note: a device that failed]."""
         try:
             with on_device(self._device):
@@ -519,7 +519,7 @@ class DeviceCopies:
         try:
             self._last = last = self._copies.run(work)
         except BaseException:
-            self._settle(self._copies)  # Some of it may have been started, and nobody has its event.
+            self._wait(self._copies)  # Some of it may have been started, and nobody has its event.
             raise
         for tensor in tensors:
             if tensor.device.type == self._device.type:
@@ -539,15 +539,15 @@ class DeviceCopies:
         if self._copies is not None and event is not None:
             self._copies.join(event)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the copies so far. Raises SwapIOError if the device failed, in one of them or before."""
         if self._copies is not None and self._last is not None:
-            self._settle(self._copies)
+            self._wait(self._copies)
             check_devices()
 
     @staticmethod
-    def _settle(copies: Copies) -> None:
+    def _wait(copies: Copies) -> None:
         try:
-            copies.settle()
+            copies.wait()
         except Exception as error:
             note_failure(error)

@@ -300,7 +300,7 @@ class GDSHandle(AsyncIOHandle):
             if pin is None or pin.length_bytes != length_bytes:
                 return False
             del self._pins[address]  # First, so that no transfer uses it from now on.
-        self._bounce.settle()
+        self._bounce.wait_quietly()
         return True
 
     def close(self) -> None:

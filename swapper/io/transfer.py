@@ -186,7 +186,7 @@ class Transfer:
         self._ledger.over(self._moving, failed=False)
         return moved
 
-    def settle(self, timeout: float | None = None) -> None:
+    def wait_quietly(self, timeout: float | None = None) -> None:
         """Wait until it is over, well or not. A failure stays unobserved: `wait` or `AsyncIOHandle.close` raises it.
 
         Args:

@@ -112,9 +112,9 @@ class DeviceSlots:
     def wait(self) -> None:
         """Wait for all copies."""
         try:
-            self._up.settle()
+            self._up.wait()
         finally:
-            self._down.settle()
+            self._down.wait()
 
     def take(self, record_bytes: int) -> Slot | None:
         """The slot that was emptied first, for a record of so many bytes. None if there are no slots."""

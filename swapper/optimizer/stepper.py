@@ -218,7 +218,7 @@ class Stepper:
             steps.callback(self._following.close)
             steps.callback(self._late.close)
             steps.callback(self._present.close)
-            steps.callback(self._copies.settle)
+            steps.callback(self._copies.wait)
             if self._slots is not None:
                 steps.callback(self._slots.wait)
 

@@ -244,7 +244,7 @@ class ParameterSwapper(ParameterOwner):
             if self._tier is not None:
                 self._tier.rest()
 
-    def settled_records(self) -> list[Held]:
+    def flushed_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in files of the run. None without a `store`.
 
         Their checksums are known; of those that an accelerator has written past the host, as they are read for it.
@@ -253,17 +253,17 @@ class ParameterSwapper(ParameterOwner):
             SwapIOError: a write failed, or such a read.
         """
         self.flush()
-        settled = [
+        complete = [
             held
             for held in (self._all if self.store is not None else ())
             if all(self._home.get(p) is held and home_of(p) for p in (each.parameter for each in held.plan.locations))
         ]
         with self._lock:
-            for held in settled:
+            for held in complete:
                 if self._tier is not None and not held.checksums:
                     with self._tier.reading(held):
                         held.checksums = [checksum(values) for values in held.opened]
-        return settled
+        return complete
 
     @property
     def store(self) -> TensorStore | None:

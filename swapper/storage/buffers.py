@@ -458,7 +458,7 @@ class BufferPool:
         # All is locked anew when the size changes: a copy must not go across two ranges that were locked by themselves.
         while self._locks:
             _, copies = self._locks.popitem()
-            copies.settle_all()
+            copies.wait_all()
             copies.page_unlock(self._slab.address)
 
     def _register(self) -> None:
@@ -570,7 +570,7 @@ class BufferPool:
         if transfer is None:
             return False
         # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.
-        transfer.settle()
+        transfer.wait_quietly()
         with self._lock:
             self._collect()
         return True
@@ -597,4 +597,4 @@ def _unregister(
             steps.callback(step)
         for extent in [extent for extents in given_back for extent in list(extents)]:
             if extent.transfer is not None:
-                steps.callback(extent.transfer.settle)
+                steps.callback(extent.transfer.wait_quietly)

@@ -306,8 +306,8 @@ class RecordCache:
                     self._start_write(record)
             transfers = [record.lease.transfer for record in writes if record.lease.transfer is not None]
             for transfer in transfers:
-                transfer.settle()
-            self._dropped.settle()
+                transfer.wait_quietly()
+            self._dropped.wait_quietly()
             for record in writes:
                 if record.writing and record.finish is None:
                     self._see_written(record)
@@ -570,7 +570,7 @@ class RecordCache:
         """
         check_devices()
         self._dropped.collect()
-        if self.records.are_settled or self._policy.rewrites:  # Then each write is seen by who waits for it.
+        if self.records.are_written or self._policy.rewrites:  # Then each write is seen by who waits for it.
             return
         failure: SwapIOError | None = None
         for record in list(itertools.islice(self.records.writes(), _LOOKS)):
@@ -595,6 +595,6 @@ class RecordCache:
         assert leaving.lease.transfer is not None
         with self._metrics.span("swapper.wait_write", "wait_write_s"):
             self._start_write(leaving)
-            leaving.lease.transfer.settle()
+            leaving.lease.transfer.wait_quietly()
         self._see_written(leaving)
         return True

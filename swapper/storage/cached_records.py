@@ -113,7 +113,7 @@ class CachedRecords:
         return self._shelves[state].length_bytes
 
     @property
-    def are_settled(self) -> bool:
+    def are_written(self) -> bool:
         """True if no write is in flight, or over and not yet seen, and none has failed."""
         return not self._writing and not self._shelves[RecordState.FAILED].records
 

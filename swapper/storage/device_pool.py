@@ -41,7 +41,7 @@ class DevicePool(BufferPool):
 
     def __init__(self, pool_bytes: int, *handles: GDSHandle, device: torch.device) -> None:
         super().__init__(pool_bytes, *handles, device=device)
-        copies_of(device).settle_all()  # What was in that memory before may still be in use.
+        copies_of(device).wait_all()  # What was in that memory before may still be in use.
 
     def lock_for(self, device: torch.device) -> None:
         """Do nothing: the device needs no help with its own memory."""

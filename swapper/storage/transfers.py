@@ -33,7 +33,7 @@ class AnyTransfer(Protocol):
         """Wait until it is over; returns the bytes moved, raises what failed."""
         ...
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until it is over, and leave a failure unobserved."""
         ...
 
@@ -62,10 +62,10 @@ class DroppedReads:
             _wait(self._transfers[0])
             self._transfers.popleft()
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until all are over."""
         for transfer in self._transfers:
-            transfer.settle()
+            transfer.wait_quietly()
 
     def wait(self) -> None:
         """Wait until all are over, and forget them."""
@@ -97,7 +97,7 @@ class FailedTransfer:
         """Raise what has failed."""
         raise renewed(self._error)
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Do nothing."""
 
 
@@ -140,7 +140,7 @@ class JoinedTransfer:
         # A failure is observed only when nothing can cut this off any more: else it could be forgotten.
         deadline_s = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
-            part.settle(None if deadline_s is None else deadline_s - time.monotonic())
+            part.wait_quietly(None if deadline_s is None else deadline_s - time.monotonic())
         moved_bytes = 0
         failures: list[SwapIOError] = []
         for part in self.parts:
@@ -156,14 +156,14 @@ class JoinedTransfer:
             raise renewed(first, detail=detail) from first
         return moved_bytes
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until all parts are over, well or not. Failures stay unobserved.
 
         Raises:
             SwapError: in a forked child.
         """
         for part in self.parts:
-            part.settle()
+            part.wait_quietly()
 
     def times_s(self) -> tuple[float, float]:
         """Return the times at which the first part began to move and the last was over. See `Transfer.times_s`."""
@@ -189,15 +189,15 @@ class BothTransfers:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for both. Raises what failed, the first before the second."""
-        self.second.settle()
+        self.second.wait_quietly()
         moved_bytes = self.first.wait(timeout)
         self.second.wait(timeout)
         return moved_bytes
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until both are over, and leave a failure unobserved."""
-        self.first.settle()
-        self.second.settle()
+        self.first.wait_quietly()
+        self.second.wait_quietly()
 
 
 def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:

@@ -110,7 +110,7 @@ class RecordWrites:
         """
         transfer = record.lease.transfer
         if record.finish is not None and transfer is not None:
-            transfer.settle()
+            transfer.wait_quietly()
         with self.starting:
             if record.finish is not None:
                 self._finish(record)
@@ -200,7 +200,7 @@ def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
         del writes
         key, copy = found
         with contextlib.suppress(Exception):  # What failed is met by whoever waits for it.
-            copy.settle()
+            copy.wait_quietly()
         if (writes := reference()) is not None:
             writes._start_copied(key, copy)
         del writes, found, copy

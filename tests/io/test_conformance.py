@@ -144,7 +144,7 @@ def test_forked_child_leaves_the_parent_alone(subject: Subject, tmp_path: Path) 
             try:
                 uses: list[Callable[[], object]] = [
                     transfers[0].wait,
-                    transfers[0].settle,
+                    transfers[0].wait_quietly,
                     lambda: handle.write(file, data),
                     lambda: handle.read(file, data),
                     lambda: subject.open(handle, tmp_path / "file"),

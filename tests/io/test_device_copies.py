@@ -264,7 +264,7 @@ def test_scratch_is_not_the_pools_while_copies_are_in_flight(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceCopies, "settle", interrupted)
+        patch.setattr(DeviceCopies, "wait", interrupted)
         Fails.calls, Fails.at = 0, 3
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -773,7 +773,7 @@ def test_what_is_taken_and_not_put_is_the_pools_after_the_copy(nvme_path: Path) 
 def test_a_copy_keeps_its_tensors_and_is_ordered() -> None:
     copies = DeviceCopies(CPU)
     copies.join()
-    copies.settle()  # There are none.
+    copies.wait()  # There are none.
     target, source = torch.zeros(5), torch.arange(5.0)
     LateCopies.late.push(lambda: source.mul_(2))
     copies.begin()
@@ -798,12 +798,12 @@ def test_a_device_that_failed_says_so() -> None:
     assert isinstance(copy, Copy)
     LateCopies.broken = True
     assert copy.done()
-    copy.settle()
+    copy.wait_quietly()
     with pytest.raises(SwapIOError, match="between the device and the host: CUDA error: an illegal memory access"):
         copy.wait()
 
 
-@pytest.mark.parametrize("met_by", ["done", "settle", "wait"])
+@pytest.mark.parametrize("met_by", ["done", "wait_quietly", "wait"])
 def test_a_device_that_says_once_that_it_failed_is_not_waited_for_without_an_error_again(
     met_by: str, nvme_path: Path
 ) -> None:
@@ -824,7 +824,7 @@ def test_a_device_that_says_once_that_it_failed_is_not_waited_for_without_an_err
     with records(nvme_path) as (cache, _, _):
         later = DeviceCopies(CPU).copy(torch.zeros(5), torch.ones(5))
         assert later is not None
-        for call in (other.wait, copies.settle, later.wait, cache.check, cache.flush):
+        for call in (other.wait, copies.wait, later.wait, cache.check, cache.flush):
             with pytest.raises(SwapIOError, match="illegal memory access"):
                 call()
 
@@ -846,7 +846,7 @@ def test_on_the_cpu_copies_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert copies.copy(target, torch.arange(5.0)) is None
     assert torch.equal(target, torch.arange(5.0))
     copies.join()
-    copies.settle()
+    copies.wait()
 
 
 @pytest.mark.parametrize("what", ["copy", "model"])

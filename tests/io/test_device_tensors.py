@@ -475,7 +475,7 @@ def test_transfer_is_the_same_kind_of_object(handle: AsyncIOHandle, tmp_path: Pa
         assert type(transfer) is Transfer
         assert (transfer.operation, transfer.path) == ("write", str(tmp_path / "file"))
         assert (transfer.offset_bytes, transfer.length_bytes) == (7, 40)
-        transfer.settle()
+        transfer.wait_quietly()
         assert [transfer.wait(), transfer.wait(1.0), transfer.wait(float("inf"))] == [40, 40, 40]
         assert "done" in repr(transfer)
         with pytest.raises(ValueError, match="NaN"):
@@ -614,7 +614,7 @@ def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path,
             file.truncate(0)
             interrupted = interrupted_at(n, lambda: handle.write(file, source), module)
             if not interrupted:
-                handle._bounce.settle()
+                handle._bounce.wait_quietly()
                 break
             assert handle.in_flight == 0, n
             source.fill_(2)  # What is in flight, known or not, would write this.
@@ -634,7 +634,7 @@ def test_forked_child_leaves_the_parent_alone(tmp_path: Path) -> None:
             status = 1
             try:
                 refused = 0
-                for use in (transfer.wait, transfer.settle, lambda: handle.write(file, source)):
+                for use in (transfer.wait, transfer.wait_quietly, lambda: handle.write(file, source)):
                     try:
                         use()
                     except SwapError:

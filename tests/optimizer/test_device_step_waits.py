@@ -26,7 +26,7 @@ class Nothing:
 
     done = staticmethod(lambda: True)
     wait = staticmethod(lambda timeout=None: 0)
-    settle = staticmethod(lambda: None)
+    wait_quietly = staticmethod(lambda: None)
 
 
 def without(name: str) -> Callable[..., None]:

@@ -71,7 +71,7 @@ def test_they_are_those_of_what_is_written(
         with monkeypatch.context() as patched:
             patched.setattr(cache, "checksum", counted)
             optimizer.step()
-        records = swapper_of(model).settled_records()
+        records = swapper_of(model).flushed_records()
         assert sum(len(held.plan.locations) for held in records) == len(list(model.parameters()))
         for held in records:
             with swapper_of(model).present([held]):

@@ -37,7 +37,7 @@ class SimulatedDrive(AsyncIOHandle):
         self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int, checksums: Checksums | None
     ) -> Transfer:
         transfer = super()._start_checked(operation, file, tensor, offset_bytes, checksums)
-        transfer.settle()
+        transfer.wait_quietly()
         mine = SimulatedDrive
         if mine._stream is None:
             mine._stream = torch.Stream(f"sim:{_DEVICE}")

@@ -1140,7 +1140,7 @@ class CopyOfDevice:
         self.over = True
         return 0
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         self.over = True
 
 

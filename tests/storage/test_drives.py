@@ -440,7 +440,7 @@ def test_a_forked_child_can_do_no_harm(paths: list[Path], speeds: Callable[..., 
         def child() -> None:
             for use in (
                 transfer.wait,
-                transfer.settle,
+                transfer.wait_quietly,
                 lambda: drives.store.forget(KEY),
                 lambda: drives.store.read(KEY, lease),
             ):
@@ -489,7 +489,7 @@ def test_a_joined_transfer_is_done_when_all_parts_are(slow: list[tuple[FaultPlan
         transfer.parts[0].wait()
         assert not transfer.done()
         assert "in flight" in repr(transfer) and "done" in repr(transfer)
-    transfer.settle()
+    transfer.wait_quietly()
     assert transfer.done()
     assert transfer.wait() == transfer.wait(0) == 20 * PAGE
 
@@ -507,7 +507,7 @@ def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
         with pytest.raises(TimeoutError):
             transfer.wait(0.01)
     assert isinstance(transfer, JoinedTransfer)
-    transfer.settle()
+    transfer.wait_quietly()
     handle = start_first.func.__self__  # type: ignore[attr-defined]
     assert handle.unobserved_failures == 1, "still to be told"
     with pytest.raises(SwapIOError):
@@ -551,7 +551,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_close_of_its_handle(p
     with handles[0].open(paths[0] / "file", "w") as one, handles[1].open(paths[1] / "file", "w") as two:
         tensor = torch.zeros(PAGE, dtype=torch.uint8)
         transfer = start_all([lambda: handles[0].write(one, tensor), lambda: handles[1].write(two, tensor)])
-        transfer.settle()
+        transfer.wait_quietly()
         del transfer
     handles[0].close()
     with pytest.raises(SwapIOError, match="nobody had waited") as caught:
@@ -565,7 +565,7 @@ def test_all_handles_are_closed_whatever_one_raises(paths: list[Path]) -> None:
     handles = [AsyncIOHandle(faults=FaultPlan(fail_write_at=1)) for _ in paths]
     for handle, path in zip(handles, paths, strict=True):
         with handle.open(path / "file", "w") as file:
-            handle.write(file, torch.zeros(PAGE, dtype=torch.uint8)).settle()
+            handle.write(file, torch.zeros(PAGE, dtype=torch.uint8)).wait_quietly()
         (path / "file").unlink()
     with pytest.raises(SwapIOError) as caught:
         close_all(handles)

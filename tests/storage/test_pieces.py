@@ -376,10 +376,10 @@ def test_a_device_copies_from_and_to_gathered_pages_and_to_where_they_were(late:
         for _ in range(3):
             fill(lease, 1)
             there = lease.tensor.to(place, non_blocking=True)
-            copies_of(place).settle_all()
+            copies_of(place).wait_all()
             lease.tensor.zero_()
             lease.tensor.copy_(there, non_blocking=True)
-            copies_of(place).settle_all()
+            copies_of(place).wait_all()
             assert torch.equal(lease.tensor, contents(5 * MIB, 1))
         lease.release()
         held.clear()
@@ -388,11 +388,11 @@ def test_a_device_copies_from_and_to_gathered_pages_and_to_where_they_were(late:
             for seed in range(3):
                 fill(whole, seed)
                 there = whole.tensor.to(place, non_blocking=True)
-                copies_of(place).settle_all()
+                copies_of(place).wait_all()
                 assert torch.equal(there.cpu(), contents(16 * MIB, seed))
                 whole.tensor.zero_()
                 whole.tensor.copy_(there, non_blocking=True)
-                copies_of(place).settle_all()
+                copies_of(place).wait_all()
                 assert torch.equal(whole.tensor, contents(16 * MIB, seed))
 
 

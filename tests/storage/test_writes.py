@@ -60,12 +60,12 @@ class Copy:
     def done(self) -> bool:
         return self.over.is_set()
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         self.waited.set()
         self.over.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        self.settle()
+        self.wait_quietly()
         if self.error is not None:
             raise self.error
         return 0

@@ -114,10 +114,10 @@ class HostCopies:
                 event.error = error
         return event
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.stream.record().synchronize()
 
-    settle_all = settle
+    wait_all = wait
 
     def page_lock(self, address: int, length_bytes: int) -> None:
         assert address not in HostCopies.locked
@@ -248,11 +248,11 @@ class LateCopies:
     def keep(self, tensor: torch.Tensor) -> None:
         LateCopies.kept.append(tensor.data_ptr())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         LateCopies.check()
         self.stream.run()
 
-    def settle_all(self) -> None:
+    def wait_all(self) -> None:
         LateCopies.synchronize()
 
     def page_lock(self, address: int, length_bytes: int) -> None:

@@ -32,11 +32,11 @@ WAITS = {
     "keep",
     "record",
     "record_stream",
-    "settle",
-    "settle_all",
     "synchronize",
     "wait",
+    "wait_all",
     "wait_event",
+    "wait_quietly",
     "wait_stream",
 }
 """Methods that only wait, or let others wait. Those with a leading underscore are the same."""
@@ -51,7 +51,7 @@ NO_PLACES = {
 """Folders without device code."""
 OF_OTHERS = re.compile(
     r"""\ f?["']  # text
-    |thread\.join$|native\.wait$|io/bounce\.py\ self\._over\.wait$|job\.wait$|io/gds\.py\ .*\.(wait|settle)$  # threads
+    |thread\.join$|native\.wait$|io/bounce\.py\ self\._over\.wait$|job\.wait$|io/gds\.py\ .*\.wait(_quietly)?$ # threads
     |_plan\.follow$|records\.cache\.keep$|opened\.keep$|plan\.py\ self\._records\.keep$  # other things
     |self\._begin$|building\.py\ .*_wait$
     """,

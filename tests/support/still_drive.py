@@ -36,7 +36,7 @@ def go_on_when_waited_for(patch: pytest.MonkeyPatch, *plans: FaultPlan) -> None:
 
         return waits
 
-    for name in ("wait", "settle"):
+    for name in ("wait", "wait_quietly"):
         patch.setattr(Transfer, name, going_on(getattr(Transfer, name)))
 
 

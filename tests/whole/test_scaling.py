@@ -376,7 +376,7 @@ def test_the_pool_does_the_same_for_each_lease() -> None:
         def wait(self, timeout: float | None = None) -> int:
             return 0
 
-        def settle(self) -> None:
+        def wait_quietly(self) -> None:
             return
 
         def times_s(self) -> tuple[float, float]:
