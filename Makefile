@@ -35,7 +35,7 @@ part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 # `alone` have the machine to themselves.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-.PHONY: help build train train-xl train-lightning train-hf generate test test-all checked sim-device rewritten-asserts lint sanitize sanitize-core schema clean
+.PHONY: help build train train-xl train-lightning train-hf generate test test-all test-every checked sim-device rewritten-asserts lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make train-hf   fine-tune a Llama with the Trainer of transformers, everything on disk"
 	@echo "make test       lint, then a sample of the tests that touches everything (minutes)"
 	@echo "make test-all   lint, then every test, in many of its cases, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
+	@echo "make test-every lint, then every case of every test: longer by far"
 	@echo "make lint       ruff, mypy, clang-format"
 	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
 	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"
@@ -76,13 +77,16 @@ train-hf: $(VENV)/.built
 	$(BIN)/python examples/train_hf.py --nvme-path .swapper --compare
 
 # Of the core as it is built for tests: what another compiler warns of shall keep no user from it.
-test test-all sanitize: export WERROR := 1
+test test-all test-every sanitize: export WERROR := 1
 
 test: checked
 	$(PYTEST)
 
 test-all: checked
 	SWAPPER_TESTS=all SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
+
+test-every: checked
+	SWAPPER_TESTS=every SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
 
 # What is before tests, beside each other, since mypy has one thread. The package is compiled once for the many processes
 # that tests start, and the asserts of tests rewritten for those of pytest, also where PYTHONDONTWRITEBYTECODE is set.
