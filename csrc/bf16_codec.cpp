@@ -13,9 +13,9 @@ using codec::load16;
 using codec::load32;
 using codec::store16;
 using codec::store32;
+using rounding::GroupBits;
 using rounding::in_pieces;
 using rounding::kGroupNumel;
-using rounding::random_bits;
 
 CODEC_INLINE std::uint32_t rounded(std::uint32_t value, std::uint32_t bits) {
     const std::uint32_t high = value >> 16;
@@ -29,13 +29,12 @@ CODEC_INLINE std::uint32_t rounded(std::uint32_t value, std::uint32_t bits) {
 }
 
 CODEC_INLINE void encode_piece(const Byte* __restrict values, Byte* __restrict stored, std::size_t numel,
-                               std::uint64_t first, const RoundingKey& key) {
-    std::array<std::uint32_t, kGroupNumel> bits;
+                               std::uint64_t first, const RoundingKey& key, GroupBits& group_bits) {
     std::size_t i = 0;
     while (i < numel) {
         const std::size_t skip = (first + i) % kGroupNumel;
         const std::size_t count = std::min(kGroupNumel - skip, numel - i);
-        random_bits((first + i) / kGroupNumel, key, bits);
+        const auto& bits = group_bits.of((first + i) / kGroupNumel, key);
         if (count == kGroupNumel) {  // a length that the compiler knows
             for (std::size_t j = 0; j < kGroupNumel; ++j) {
                 store16(stored, i + j, rounded(load32(values, i + j), bits[j]));
@@ -56,21 +55,16 @@ CODEC_INLINE void decode_piece(const Byte* __restrict stored, Byte* __restrict v
 }
 
 // The loops above, compiled once for each instruction set, as in codec.cpp.
-struct Kernels {
-    decltype(&encode_piece) encode;
-    decltype(&decode_piece) decode;
-};
-
-#define BF16_VARIANT(name, ...)                                                               \
-    struct name {                                                                             \
-        __VA_ARGS__ static void encode(const Byte* values, Byte* stored, std::size_t numel,   \
-                                       std::uint64_t first, const RoundingKey& key) {         \
-            encode_piece(values, stored, numel, first, key);                                  \
-        }                                                                                     \
-        __VA_ARGS__ static void decode(const Byte* stored, Byte* values, std::size_t numel) { \
-            decode_piece(stored, values, numel);                                              \
-        }                                                                                     \
-        static constexpr Kernels kernels() { return {encode, decode}; }                       \
+#define BF16_VARIANT(name, ...)                                                                        \
+    struct name {                                                                                      \
+        __VA_ARGS__ static void encode(const Byte* values, Byte* stored, std::size_t numel,            \
+                                       std::uint64_t first, const RoundingKey& key, GroupBits& bits) { \
+            encode_piece(values, stored, numel, first, key, bits);                                     \
+        }                                                                                              \
+        __VA_ARGS__ static void decode(const Byte* stored, Byte* values, std::size_t numel) {          \
+            decode_piece(stored, values, numel);                                                       \
+        }                                                                                              \
+        static constexpr Bf16Kernels kernels() { return {encode, decode}; }                            \
     }
 
 BF16_VARIANT(Baseline, );
@@ -79,7 +73,9 @@ BF16_VARIANT(Avx2, CODEC_AVX2);
 BF16_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
-Kernels kernels(InstructionSet set) {
+}  // namespace
+
+Bf16Kernels bf16_kernels(InstructionSet set) {
 #if defined(__x86_64__)
     if (set == InstructionSet::kAvx512) return Avx512::kernels();
     if (set == InstructionSet::kAvx2) return Avx2::kernels();
@@ -88,18 +84,17 @@ Kernels kernels(InstructionSet set) {
     return Baseline::kernels();
 }
 
-}  // namespace
-
 void encode_bf16(const void* values, void* stored, std::size_t numel, std::uint64_t first,
                  const RoundingKey& key, unsigned threads, InstructionSet set) {
-    in_pieces(numel, threads, [&, encode = kernels(set).encode](std::size_t offset, std::size_t length) {
+    in_pieces(numel, threads, [&, encode = bf16_kernels(set).encode](std::size_t offset, std::size_t length) {
+        GroupBits bits;
         encode(static_cast<const Byte*>(values) + 4 * offset, static_cast<Byte*>(stored) + 2 * offset, length,
-               first + offset, key);
+               first + offset, key, bits);
     });
 }
 
 void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads, InstructionSet set) {
-    in_pieces(numel, threads, [&, decode = kernels(set).decode](std::size_t offset, std::size_t length) {
+    in_pieces(numel, threads, [&, decode = bf16_kernels(set).decode](std::size_t offset, std::size_t length) {
         decode(static_cast<const Byte*>(stored) + 2 * offset, static_cast<Byte*>(values) + 4 * offset,
                length);
     });

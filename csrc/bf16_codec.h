@@ -32,4 +32,12 @@ void encode_bf16(const void* values, void* stored, std::size_t numel, std::uint6
 void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads,
                  InstructionSet set = best_instruction_set());
 
+// Both on this thread, for whoever shares the work by itself. `bits` are of elements of the same key.
+struct Bf16Kernels {
+    void (*encode)(const codec::Byte* values, codec::Byte* stored, std::size_t numel, std::uint64_t first,
+                   const RoundingKey& key, rounding::GroupBits& bits);
+    void (*decode)(const codec::Byte* stored, codec::Byte* values, std::size_t numel);
+};
+Bf16Kernels bf16_kernels(InstructionSet set);
+
 }  // namespace swapper

@@ -181,8 +181,11 @@ namespace {
 
 using InstructionTuple =
     std::tuple<unsigned, uint8_t, uint8_t, uint8_t, uint8_t, uint8_t, std::vector<double>>;
-using JobTuple = std::tuple<std::shared_ptr<StepProgram>, size_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
-                            size_t, uintptr_t, uintptr_t, bool, std::vector<uintptr_t>>;
+using EncodedTuple =
+    std::tuple<unsigned, bool, bool, uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, uint32_t, uint32_t>;
+using JobTuple =
+    std::tuple<std::shared_ptr<StepProgram>, size_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, size_t,
+               uintptr_t, uintptr_t, bool, std::vector<uintptr_t>, std::vector<EncodedTuple>>;
 
 Instruction instruction_of(const InstructionTuple& tuple) {
     const auto& [code, out, a, b, c, contraction, constants] = tuple;
@@ -199,9 +202,24 @@ Instruction instruction_of(const InstructionTuple& tuple) {
     return made;
 }
 
+EncodedArray encoded_of(const EncodedTuple& tuple) {
+    const auto& [encoding, decodes, encodes, data, scales, first, seed, name, step, parameter] = tuple;
+    if (encoding > static_cast<unsigned>(EncodedArray::Encoding::kInt8))
+        throw py::value_error("unknown encoding");
+    EncodedArray made;
+    made.encoding = static_cast<EncodedArray::Encoding>(encoding);
+    made.decodes = decodes;
+    made.encodes = encodes;
+    made.data = target(data);
+    made.scales = target(scales);
+    made.first = first;
+    made.key = {seed, name, step, parameter};
+    return made;
+}
+
 StepJob job_of(const JobTuple& tuple) {
-    const auto& [program, numel, param, bits, low, ties, tie_bits, new_ties, gradient, is_half, arrays] =
-        tuple;
+    const auto& [program, numel, param, bits, low, ties, tie_bits, new_ties, gradient, is_half, arrays,
+                 encoded] = tuple;
     StepJob job;
     job.program = program;
     job.numel = numel;
@@ -214,6 +232,7 @@ StepJob job_of(const JobTuple& tuple) {
     job.gradient = source(gradient);
     job.is_half = is_half;
     for (const uintptr_t array : arrays) job.arrays.push_back(static_cast<float*>(target(array)));
+    for (const auto& each : encoded) job.encoded.push_back(encoded_of(each));
     return job;
 }
 

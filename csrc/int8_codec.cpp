@@ -13,9 +13,9 @@ namespace {
 using codec::Byte;
 using codec::load32;
 using codec::store32;
+using rounding::GroupBits;
 using rounding::in_pieces;
 using rounding::kGroupNumel;
-using rounding::random_bits;
 
 static_assert(kGroupNumel % kBlockNumel == 0, "the random bits of a block are of one group");
 
@@ -162,17 +162,14 @@ CODEC_INLINE std::uint32_t encode_linear(const Block& magnitudes, const Block& s
 }
 
 CODEC_INLINE void encode_piece(const Byte* __restrict values, Byte* __restrict codes, Byte* __restrict scales,
-                               std::size_t numel, std::uint64_t first, const RoundingKey& key) {
-    std::array<std::uint32_t, kGroupNumel> bits;
-    std::uint64_t has_bits_of = ~std::uint64_t{0};
+                               std::size_t numel, std::uint64_t first, const RoundingKey& key,
+                               GroupBits& group_bits) {
     Block magnitudes;
     Block signs;
     Block random;
     Block coded;
     for (std::size_t i = 0; i < numel; i += kBlockNumel) {
-        const std::uint64_t group = (first + i) / kGroupNumel;
-        if (group != has_bits_of) random_bits(group, key, bits);
-        has_bits_of = group;
+        const auto& bits = group_bits.of((first + i) / kGroupNumel, key);
         const std::size_t skip = (first + i) % kGroupNumel;
         const std::size_t count = std::min(kBlockNumel, numel - i);
         // What a last block lacks is zeros.
@@ -247,22 +244,17 @@ CODEC_INLINE void decode_piece(const Byte* __restrict codes, const Byte* __restr
 }
 
 // The loops above, compiled once for each instruction set, as in codec.cpp.
-struct Kernels {
-    decltype(&encode_piece) encode;
-    decltype(&decode_piece) decode;
-};
-
 #define INT8_VARIANT(name, ...)                                                                          \
     struct name {                                                                                        \
         __VA_ARGS__ static void encode(const Byte* values, Byte* codes, Byte* scales, std::size_t numel, \
-                                       std::uint64_t first, const RoundingKey& key) {                    \
-            encode_piece(values, codes, scales, numel, first, key);                                      \
+                                       std::uint64_t first, const RoundingKey& key, GroupBits& bits) {   \
+            encode_piece(values, codes, scales, numel, first, key, bits);                                \
         }                                                                                                \
         __VA_ARGS__ static void decode(const Byte* codes, const Byte* scales, Byte* values,              \
                                        std::size_t numel) {                                              \
             decode_piece(codes, scales, values, numel);                                                  \
         }                                                                                                \
-        static constexpr Kernels kernels() { return {encode, decode}; }                                  \
+        static constexpr Int8Kernels kernels() { return {encode, decode}; }                              \
     }
 
 INT8_VARIANT(Baseline, );
@@ -271,7 +263,9 @@ INT8_VARIANT(Avx2, CODEC_AVX2);
 INT8_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
-Kernels kernels(InstructionSet set) {
+}  // namespace
+
+Int8Kernels int8_kernels(InstructionSet set) {
 #if defined(__x86_64__)
     if (set == InstructionSet::kAvx512) return Avx512::kernels();
     if (set == InstructionSet::kAvx2) return Avx2::kernels();
@@ -280,19 +274,18 @@ Kernels kernels(InstructionSet set) {
     return Baseline::kernels();
 }
 
-}  // namespace
-
 void encode_int8(const void* values, void* codes, void* scales, std::size_t numel, std::uint64_t first,
                  const RoundingKey& key, unsigned threads, InstructionSet set) {
-    in_pieces(numel, threads, [&, encode = kernels(set).encode](std::size_t offset, std::size_t length) {
+    in_pieces(numel, threads, [&, encode = int8_kernels(set).encode](std::size_t offset, std::size_t length) {
+        GroupBits bits;
         encode(static_cast<const Byte*>(values) + 4 * offset, static_cast<Byte*>(codes) + offset,
-               static_cast<Byte*>(scales) + 4 * (offset / kBlockNumel), length, first + offset, key);
+               static_cast<Byte*>(scales) + 4 * (offset / kBlockNumel), length, first + offset, key, bits);
     });
 }
 
 void decode_int8(const void* codes, const void* scales, void* values, std::size_t numel, unsigned threads,
                  InstructionSet set) {
-    in_pieces(numel, threads, [&, decode = kernels(set).decode](std::size_t offset, std::size_t length) {
+    in_pieces(numel, threads, [&, decode = int8_kernels(set).decode](std::size_t offset, std::size_t length) {
         decode(static_cast<const Byte*>(codes) + offset,
                static_cast<const Byte*>(scales) + 4 * (offset / kBlockNumel),
                static_cast<Byte*>(values) + 4 * offset, length);

@@ -65,4 +65,13 @@ void encode_int8(const void* values, void* codes, void* scales, std::size_t nume
 void decode_int8(const void* codes, const void* scales, void* values, std::size_t numel, unsigned threads,
                  InstructionSet set = best_instruction_set());
 
+// Both on this thread, for whoever shares the work by itself. `bits` are of elements of the same key.
+struct Int8Kernels {
+    void (*encode)(const codec::Byte* values, codec::Byte* codes, codec::Byte* scales, std::size_t numel,
+                   std::uint64_t first, const RoundingKey& key, rounding::GroupBits& bits);
+    void (*decode)(const codec::Byte* codes, const codec::Byte* scales, codec::Byte* values,
+                   std::size_t numel);
+};
+Int8Kernels int8_kernels(InstructionSet set);
+
 }  // namespace swapper

@@ -7,19 +7,23 @@
 #include <thread>
 #include <utility>
 
+#include "bf16_codec.h"
 #include "codec.h"
 #include "crc32c.h"
 #include "crew.h"
+#include "int8_codec.h"
 #include "step_kernels.h"
 
 namespace swapper {
 namespace {
 
 using codec::Byte;
+using rounding::GroupBits;
 
 // Threads take pieces of this many elements, a multiple of kTileNumel, and of 8 for the ties' bytes.
 constexpr std::size_t kStepPieceNumel = std::size_t{1} << 14;
 static_assert(kStepPieceNumel % kTileNumel == 0 && kStepPieceNumel <= codec::kPieceNumel);
+static_assert(kTileNumel == kBlockNumel, "a tile has one scale");
 
 // Waking a thread takes about as long as this many elements.
 constexpr std::size_t kNumelPerThreadMin = std::size_t{1} << 15;
@@ -28,6 +32,12 @@ constexpr std::size_t kNumelPerThreadMin = std::size_t{1} << 15;
 // does not see by itself what comes next, least of all where a page ends.
 constexpr std::size_t kPrefetchNumel = 2 * kTileNumel;
 constexpr std::size_t kCacheLineBytes = 64;
+
+using Encoding = EncodedArray::Encoding;
+
+inline std::size_t bytes_of(Encoding encoding) {
+    return encoding == Encoding::kBf16 ? 2 : 1;
+}
 
 inline void prefetch(const void* array, std::size_t at, std::size_t element_bytes) {
     const Byte* const begin = static_cast<const Byte*>(array) + element_bytes * at;
@@ -51,11 +61,15 @@ struct Progress {
 
 void check_arrays(const StepJob& job) {
     std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges;
-    const auto add = [&](const void* begin, std::size_t size) {
+    const auto add_bytes = [&](const void* begin, std::size_t length) {
         const auto address = reinterpret_cast<std::uintptr_t>(begin);
-        if (begin == nullptr || address % size != 0)
-            throw std::invalid_argument("an array is missing or not aligned");
-        ranges.emplace_back(address, address + size * job.numel);
+        if (begin == nullptr) throw std::invalid_argument("an array is missing");
+        ranges.emplace_back(address, address + length);
+    };
+    const auto add = [&](const void* begin, std::size_t size) {
+        if (reinterpret_cast<std::uintptr_t>(begin) % size != 0)
+            throw std::invalid_argument("an array is not aligned");
+        add_bytes(begin, size * job.numel);
     };
     if (job.param != nullptr) {
         add(job.param, sizeof(float));
@@ -64,7 +78,20 @@ void check_arrays(const StepJob& job) {
         add(job.low, 2);
     }
     add(job.gradient, job.is_half ? 2 : sizeof(float));
-    for (const float* array : job.arrays) add(array, sizeof(float));
+    for (std::size_t i = 0; i < job.arrays.size(); ++i) {
+        const EncodedArray encoded = job.encoded.empty() ? EncodedArray{} : job.encoded[i];
+        const bool is_encoded = encoded.encoding != Encoding::kNone;
+        if (job.arrays[i] != nullptr || !is_encoded) add(job.arrays[i], sizeof(float));
+        if (!is_encoded) continue;
+        const bool is_used = encoded.encodes || job.program->uses(2 + i);
+        if (job.arrays[i] == nullptr && is_used && !encoded.decodes)
+            throw std::invalid_argument("an encoded array is used, and not decoded");
+        add_bytes(encoded.data, bytes_of(encoded.encoding) * job.numel);
+        if (encoded.encoding == Encoding::kBf16) continue;
+        add_bytes(encoded.scales, sizeof(float) * blocks_of(job.numel));
+        if (encoded.first % kBlockNumel != 0)
+            throw std::invalid_argument("an encoded array does not begin with a block");
+    }
     std::sort(ranges.begin(), ranges.end());
     for (std::size_t i = 1; i < ranges.size(); ++i) {
         if (ranges[i - 1] != ranges[i] && ranges[i - 1].second > ranges[i].first) {
@@ -75,13 +102,20 @@ void check_arrays(const StepJob& job) {
 
 class Run {
   public:
-    Run(const std::vector<StepJob>& jobs, unsigned threads, const StepKernels& kernels)
-        : jobs_(jobs), kernels_(kernels), progress_(jobs.size()) {
+    Run(const std::vector<StepJob>& jobs, unsigned threads, InstructionSet set)
+        : jobs_(jobs),
+          kernels_(step_kernels(set)),
+          bf16_(bf16_kernels(set)),
+          int8_(int8_kernels(set)),
+          progress_(jobs.size()) {
         std::size_t total = 0;
         for (std::size_t i = 0; i < jobs.size(); ++i) {
             const StepJob& job = jobs[i];
             if (job.program == nullptr || job.arrays.size() != job.program->arrays()) {
                 throw std::invalid_argument("a segment does not have the arrays of its program");
+            }
+            if (!job.encoded.empty() && job.encoded.size() != job.arrays.size()) {
+                throw std::invalid_argument("a segment does not say of each array whether it is encoded");
             }
             check_arrays(job);
             total += job.numel;
@@ -176,8 +210,37 @@ class Run {
         }
         if (program.uses(1)) prefetch(job.gradient, at, job.is_half ? 2 : sizeof(float));
         for (std::size_t i = 0; i < job.arrays.size(); ++i) {
-            if (program.uses(2 + i)) prefetch(job.arrays[i], at, sizeof(float));
+            if (job.arrays[i] != nullptr && program.uses(2 + i)) prefetch(job.arrays[i], at, sizeof(float));
         }
+        for (const EncodedArray& encoded : job.encoded) {
+            if (encoded.decodes) prefetch(encoded.data, at, bytes_of(encoded.encoding));
+        }
+    }
+
+    // Of the tile at `at` of a job.
+    void decode(const EncodedArray& encoded, std::size_t at, float* values, std::size_t numel) const {
+        auto* const out = reinterpret_cast<Byte*>(values);
+        const Byte* const data = static_cast<const Byte*>(encoded.data) + bytes_of(encoded.encoding) * at;
+        if (encoded.encoding == Encoding::kBf16) {
+            bf16_.decode(data, out, numel);
+        } else {
+            int8_.decode(data, scales_at(encoded, at), out, numel);
+        }
+    }
+
+    void encode(const EncodedArray& encoded, std::size_t at, const float* values, std::size_t numel,
+                GroupBits& bits) const {
+        const auto* const in = reinterpret_cast<const Byte*>(values);
+        Byte* const data = static_cast<Byte*>(encoded.data) + bytes_of(encoded.encoding) * at;
+        if (encoded.encoding == Encoding::kBf16) {
+            bf16_.encode(in, data, numel, encoded.first + at, encoded.key, bits);
+        } else {
+            int8_.encode(in, data, scales_at(encoded, at), numel, encoded.first + at, encoded.key, bits);
+        }
+    }
+
+    static Byte* scales_at(const EncodedArray& encoded, std::size_t at) {
+        return static_cast<Byte*>(encoded.scales) + sizeof(float) * (at / kBlockNumel);
     }
 
     void step(const Piece& piece) {
@@ -189,6 +252,7 @@ class Run {
         float* registers[kRegistersMax];
         for (std::size_t i = 0; i < program.registers(); ++i) registers[i] = tiles[i];
         codec::PieceTies ties;
+        std::vector<GroupBits> bits_of(job.encoded.size());
         std::size_t tie = piece.ties_before;
         for (std::size_t done = 0; done < piece.numel; done += kTileNumel) {
             const std::size_t at = piece.begin + done;
@@ -208,8 +272,16 @@ class Run {
                 // Only read: see StepProgram.
                 registers[1] = const_cast<float*>(static_cast<const float*>(job.gradient)) + at;
             }
-            for (std::size_t i = 0; i < job.arrays.size(); ++i) registers[2 + i] = job.arrays[i] + at;
+            for (std::size_t i = 0; i < job.arrays.size(); ++i) {
+                registers[2 + i] = job.arrays[i] != nullptr ? job.arrays[i] + at : tiles[2 + i];
+            }
+            for (std::size_t i = 0; i < job.encoded.size(); ++i) {
+                if (job.encoded[i].decodes) decode(job.encoded[i], at, registers[2 + i], numel);
+            }
             kernels_.run(program.instructions().data(), program.instructions().size(), registers, numel);
+            for (std::size_t i = 0; i < job.encoded.size(); ++i) {
+                if (job.encoded[i].encodes) encode(job.encoded[i], at, registers[2 + i], numel, bits_of[i]);
+            }
             if (splits) kernels_.split(reinterpret_cast<const Byte*>(tiles[0]), bits, low, numel, ties);
         }
         if (splits) {
@@ -233,6 +305,8 @@ class Run {
 
     const std::vector<StepJob>& jobs_;
     const StepKernels& kernels_;
+    const Bf16Kernels bf16_;
+    const Int8Kernels int8_;
     std::vector<Progress> progress_;
     std::vector<Piece> pieces_;
     std::size_t threads_ = 1;
@@ -272,7 +346,7 @@ StepProgram::StepProgram(std::vector<Instruction> instructions, std::size_t arra
 }
 
 std::vector<StepResult> run_step(const std::vector<StepJob>& jobs, unsigned threads, InstructionSet set) {
-    return Run(jobs, threads, step_kernels(set)).run();
+    return Run(jobs, threads, set).run();
 }
 
 }  // namespace swapper

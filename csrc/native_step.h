@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "rounding.h"
 #include "step_program.h"
 
 namespace swapper {
@@ -37,6 +38,20 @@ class StepProgram {
     bool writes_param_ = false;
 };
 
+// How an array of a job is stored, if it is encoded: see bf16_codec.h and int8_codec.h. It is decoded as the
+// pass comes to a tile, and encoded as it leaves it.
+struct EncodedArray {
+    enum class Encoding : std::uint8_t { kNone, kBf16, kInt8 };
+
+    Encoding encoding = Encoding::kNone;
+    bool decodes = false;     // before the program
+    bool encodes = false;     // after it
+    void* data = nullptr;     // of any alignment, as `scales`
+    void* scales = nullptr;   // of int8
+    std::uint64_t first = 0;  // index of the first element; of int8 a multiple of 256
+    RoundingKey key{};
+};
+
 // A segment. All addresses are multiples of their elements' size; arrays are equal or have no byte in common.
 struct StepJob {
     std::shared_ptr<const StepProgram> program;
@@ -52,7 +67,9 @@ struct StepJob {
     void* new_ties = nullptr;
     const void* gradient = nullptr;
     bool is_half = false;  // the gradient is bf16, else fp32
+    // Null where an array is encoded, and no other pass needs its values: they are in the tile alone.
     std::vector<float*> arrays;
+    std::vector<EncodedArray> encoded;  // of each array, or empty if none is
 };
 
 // Of a job whose split master was written: its new ties, and the CRC-32C of its new `bits`; else zeros.

@@ -88,6 +88,21 @@ CODEC_INLINE void random_bits(std::uint64_t group, const RoundingKey& key,
     }
 }
 
+// The random bits of one group at a time, so that neighbours in it have them made once.
+class GroupBits {
+  public:
+    CODEC_INLINE const std::array<std::uint32_t, kGroupNumel>& of(std::uint64_t group,
+                                                                  const RoundingKey& key) {
+        if (group != group_) random_bits(group, key, bits_);
+        group_ = group;
+        return bits_;
+    }
+
+  private:
+    std::array<std::uint32_t, kGroupNumel> bits_;
+    std::uint64_t group_ = ~std::uint64_t{0};
+};
+
 // Calls `work` with the offset and length of each piece of `numel` elements, on up to `threads` threads.
 inline void in_pieces(std::size_t numel, unsigned threads,
                       const std::function<void(std::size_t, std::size_t)>& work) {

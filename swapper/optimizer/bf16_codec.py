@@ -19,6 +19,8 @@ __all__ = ["RoundingKey", "decode_bf16", "encode_bf16"]
 SEED = 0
 """Of the random bits of all state. They differ by step, parameter, name and element."""
 
+_MASK = (1 << 32) - 1
+
 
 class RoundingKey(NamedTuple):
     """The key of the random bits, which else depend only on the index of the element.
@@ -34,6 +36,11 @@ class RoundingKey(NamedTuple):
     step: int
     parameter: int
     seed: int = SEED
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """As the native core takes them: seed, number of the name, step, parameter; 32 bits each."""
+        return self.seed & _MASK, zlib.crc32(self.name.encode()), self.step & _MASK, self.parameter & _MASK
 
 
 def encode_bf16(values: Tensor, stored: Tensor, first: int, key: RoundingKey) -> None:
@@ -52,9 +59,7 @@ def encode_bf16(values: Tensor, stored: Tensor, first: int, key: RoundingKey) ->
         ValueError: a tensor is not as described.
     """
     _require(values, stored)
-    number = zlib.crc32(key.name.encode())
-    mask = (1 << 32) - 1
-    numbers = values.numel(), first, key.seed & mask, number, key.step & mask, key.parameter & mask
+    numbers = values.numel(), first, *key.numbers
     _native.encode_bf16(values.data_ptr(), stored.data_ptr(), *numbers, torch.get_num_threads())
 
 

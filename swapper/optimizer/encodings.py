@@ -4,8 +4,9 @@
 see [Note: packed records] in `packing`. All that follows is about the others.
 
 With `bf16` it is stored as bfloat16, in half the bytes, with `int8` in a byte, and 4 more for each block of 256. A step
-decodes it to scratch, the class or the native core steps that, and it is encoded again, rounded at random ([Note:
-stochastic rounding] in `csrc/bf16_codec.h`, [Note: blocks of 256] in `csrc/int8_codec.h`). The random bits are a
+decodes it to scratch, the class steps that, and it is encoded again, rounded at random ([Note: stochastic rounding] in
+`csrc/bf16_codec.h`, [Note: blocks of 256] in `csrc/int8_codec.h`). A native step does all three to a tile of 256
+elements at a time, and has in scratch only what two of its passes need. The random bits are a
 function of the number of the step, of the parameter's number among those of the groups, of the state's name and of the
 element's index in the whole parameter, in the order of memory. Blocks begin at multiples of 256 of that index, so state
 in int8 is cut there, and a rank's part that begins elsewhere is refused. So bits depend on nothing that only says how

@@ -5,8 +5,6 @@ It is rounded at random, but the same each time it is asked for. See [Note: bloc
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
 
@@ -45,9 +43,7 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, first: int, key: 
     _require(values, codes, scales)
     if first < 0 or first % BLOCK_NUMEL:
         raise ValueError(f"first is {first}; it must be a multiple of {BLOCK_NUMEL}, where a block begins")
-    number = zlib.crc32(key.name.encode())
-    mask = (1 << 32) - 1
-    numbers = values.numel(), first, key.seed & mask, number, key.step & mask, key.parameter & mask
+    numbers = values.numel(), first, *key.numbers
     addresses = values.data_ptr(), codes.data_ptr(), scales.data_ptr()
     _native.encode_int8(*addresses, *numbers, torch.get_num_threads())
 

@@ -1,21 +1,28 @@
-"""`Parts`: an operand as the native core may step it, which is one that has nothing else."""
+"""`Parts`: an operand as the native core may step it, which is one that has nothing else; and what is made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swapper.optimizer.operands import Operand
+from swapper.errors import SwapError
+from swapper.optimizer.master_codec import join_master, ties_bytes_max
+from swapper.optimizer.operands import Operand, Scratch
 from swapper.optimizer.placement import IMMUTABLE, placement_of
 from swapper.optimizer.records import OpenBucket
-from swapper.optimizer.segments import Segment
+from swapper.optimizer.segments import MASTER, Segment
+from swapper.optimizer.state_codec import EncodedState
+from swapper.optimizer.step_program import NativeSegment
 from swapper.tensors.sharded import local_gradient
 from swapper.tensors.strides import is_dense
 
-__all__ = ["Parts", "parts_of", "share_memory"]
+__all__ = ["TOKEN_NUMEL", "Parts", "native_segment", "parts_of", "share_memory", "token_of"]
+
+TOKEN_NUMEL = 61
+"""Real elements of a token: not a multiple of 8, so that it has a rest of each loop."""
 
 
 def share_memory(operands: Sequence[Operand]) -> bool:
@@ -63,8 +70,10 @@ class Parts(NamedTuple):
     Attributes:
         values, gradient: 1-D. The gradient may be of any dtype if there is a master.
         keys: of the state that is as long, float32 and dense.
-        state: the addresses of that.
-        state_at: each of its tensors, 1-D, by its index.
+        state: the addresses of that; of what is encoded, of nothing.
+        state_at: each of its tensors, 1-D, by its index; not of what is encoded.
+        first_of: copies of its first elements, float32, by its index and their count.
+        encoded: how each of it is encoded, None of one that is not; empty if none is.
         small: the rest of the state.
     """
 
@@ -73,7 +82,9 @@ class Parts(NamedTuple):
     keys: tuple[str, ...]
     state: Sequence[int]
     state_at: Callable[[int], Tensor]
+    first_of: Callable[[int, int], Tensor]
     small: Mapping[str, Any]
+    encoded: Sequence[EncodedState | None] = ()
 
 
 def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None:
@@ -109,10 +120,13 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
         def stored(i: int) -> Tensor:
             return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
 
-        addresses = placed.addresses(segment, address)
-        if segment.encoded:
-            addresses = [opened.stored(segment, key).data_ptr() for key in keys]
-        return Parts(values, gradient, keys, addresses, stored, small)
+        def first_of(i: int, numel: int) -> Tensor:
+            return opened.first_of(segment, keys[i], numel)
+
+        encoded = [opened.encoded_state(segment, key) for key in keys] if segment.encoded else ()
+        return Parts(values, gradient, keys, placed.addresses(segment, address), stored, first_of, small, encoded)
+    if segment.encoded:
+        return None  # The class's way decodes what it has.
     return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
 
 
@@ -141,4 +155,59 @@ def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor,
     if not _is_aligned(*tensors):
         return None
     addresses = [each.data_ptr() for each in tensors]
-    return Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
+    return Parts(
+        values, gradient, tuple(large), addresses, tensors.__getitem__, lambda i, n: tensors[i][:n].clone(), small
+    )
+
+
+def native_segment(
+    segment: Segment,
+    opened: OpenBucket,
+    parts: Parts,
+    address: int,
+    new_ties: int,
+    scratch: Scratch,
+    in_memory: Container[int],
+) -> NativeSegment:
+    """`parts` as a job of the native core. State that is encoded, and one of `in_memory`, gets memory of `scratch`."""
+    values, gradient = parts.values, parts.gradient
+    if gradient.dtype not in (torch.float32, torch.bfloat16):
+        gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)  # As for the class: it is planned for.
+    if not segment.is_split:
+        whole = opened.whole_master(segment) if segment.master else values
+        numbers = segment.numel, whole.data_ptr(), 0, 0, 0, 0
+    else:
+        low = address + segment.locations[MASTER].offset_bytes
+        ties = address + opened.ties_offset_bytes(segment)
+        numbers = segment.numel, 0, values.data_ptr(), low, ties, segment.tie_bits
+    if not parts.encoded:
+        return NativeSegment(*numbers, new_ties, gradient, parts.state, parts.state_at)
+    decoded: dict[int, Tensor] = {}
+    addresses = list(parts.state)
+    for i, encoded in enumerate(parts.encoded):
+        if encoded is not None:
+            if i in in_memory:
+                decoded[i] = scratch.take(segment.numel, torch.float32)
+            addresses[i] = decoded[i].data_ptr() if i in decoded else 0
+
+    def state_at(i: int) -> Tensor:
+        return decoded[i] if i in decoded else parts.state_at(i)
+
+    return NativeSegment(*numbers, new_ties, gradient, addresses, state_at, parts.encoded)
+
+
+def token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor]:
+    """Copies of the first elements of a segment: parameter or master, gradient, state; float32."""
+    numel = min(segment.numel, TOKEN_NUMEL)
+    values = torch.empty(numel, dtype=torch.float32, device="cpu")
+    if not segment.is_split:
+        values.copy_((opened.whole_master(segment) if segment.master else parts.values)[:numel])
+    else:
+        low = opened.stored(segment, MASTER)[:numel].contiguous()
+        tie_bits = int((low.view(torch.int16) == -(1 << 15)).sum())
+        if tie_bits > segment.tie_bits:
+            raise SwapError(f"a stored master is damaged: more than {segment.tie_bits} ties")
+        ties = opened.ties_of(segment)[: ties_bytes_max(tie_bits)].clone()
+        join_master(parts.values[:numel].clone(), low, ties, tie_bits, values)
+    state = [parts.first_of(i, numel) for i in range(len(parts.keys))]
+    return [values, parts.gradient[:numel].to(torch.float32), *state]

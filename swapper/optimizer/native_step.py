@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError
 from swapper.io.checksums import checksum
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.frozen import Unfrozen, frozen
-from swapper.optimizer.master_codec import join_master, ties_bytes_max
-from swapper.optimizer.native_parts import Parts, parts_of, share_memory
+from swapper.optimizer.master_codec import ties_bytes_max
+from swapper.optimizer.native_parts import TOKEN_NUMEL, native_segment, parts_of, share_memory, token_of
 from swapper.optimizer.operands import Operand, Scratch, attributes_of
 from swapper.optimizer.placement import IMMUTABLE
 from swapper.optimizer.probe import has_only_elementwise_code, is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
-from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
+from swapper.optimizer.segments import OptimizerParameter, Segment
 from swapper.optimizer.single_settings import has_manager
 from swapper.optimizer.step_function import has_step_of_torch
 from swapper.optimizer.step_program import (
@@ -48,9 +48,6 @@ from swapper.process.interrupts import interrupts_deferred
 __all__ = ["NativeOperand", "NativeSteps"]
 
 log = logging.getLogger(__name__)
-
-TOKEN_NUMEL = 61
-"""Real elements of a token: not a multiple of 8, so that it has a rest of each loop."""
 
 _TOKEN_MORE = 128
 """Other elements of a token, of each kind."""
@@ -306,9 +303,8 @@ class NativeSteps:
             for each, result in zip(mine, results, strict=True):
                 each.result = result
 
-    def keep(self, each: NativeOperand, opened: OpenBucket) -> None:
-        """Keep the small state after the step, and encode what was decoded."""
-        opened.encode_decoded(each.operand.segment)
+    def keep(self, each: NativeOperand) -> None:
+        """Keep the small state after the step."""
         small = each.operand.segment.small
         for key, value in each.small.items():
             small[key] = value.clone() if isinstance(value, Tensor) else value
@@ -366,14 +362,14 @@ class NativeSteps:
                 return None
             self._recorded_of[number] += 1
             case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
-            recording = self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
+            recording = self._recordings[key] = self._record(case, token_of(segment, opened, parts))
             if recording.operations and not segment.master:
                 self._note_length(self._groups[number].flags, recording.operations)
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
         is_encoded = segment.is_split and recording.program.writes_parameter  # Else its master is what it was.
         new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if is_encoded else 0
-        native = _native_segment(segment, opened, parts, address, new_ties, scratch)
+        native = native_segment(segment, opened, parts, address, new_ties, scratch, recording.program.in_memory)
         return NativeOperand(operand, recording.program, native, recording.small, operand.is_copied)
 
     def _frozen_options(self, optimizer: Optimizer, number: int) -> Hashable:
@@ -540,39 +536,6 @@ def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
         return frozen(dict(attributes))
     except Unfrozen:
         return None
-
-
-def _native_segment(
-    segment: Segment, opened: OpenBucket, parts: Parts, address: int, new_ties: int, scratch: Scratch
-) -> NativeSegment:
-    values, gradient = parts.values, parts.gradient
-    if gradient.dtype not in (torch.float32, torch.bfloat16):
-        gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)  # As for the class: it is planned for.
-    if not segment.is_split:
-        whole = opened.whole_master(segment) if segment.master else values
-        numbers = segment.numel, whole.data_ptr(), 0, 0, 0, 0
-    else:
-        low = address + segment.locations[MASTER].offset_bytes
-        ties = address + opened.ties_offset_bytes(segment)
-        numbers = segment.numel, 0, values.data_ptr(), low, ties, segment.tie_bits
-    return NativeSegment(*numbers, new_ties, gradient, parts.state, parts.state_at)
-
-
-def _token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor]:
-    """Copies of the first elements of a segment: parameter or master, gradient, state; float32."""
-    numel = min(segment.numel, TOKEN_NUMEL)
-    values = torch.empty(numel, dtype=torch.float32, device="cpu")
-    if not segment.is_split:
-        values.copy_((opened.whole_master(segment) if segment.master else parts.values)[:numel])
-    else:
-        low = opened.stored(segment, MASTER)[:numel].contiguous()
-        tie_bits = int((low.view(torch.int16) == -(1 << 15)).sum())
-        if tie_bits > segment.tie_bits:
-            raise SwapError(f"a stored master is damaged: more than {segment.tie_bits} ties")
-        ties = opened.ties_of(segment)[: ties_bytes_max(tie_bits)].clone()
-        join_master(parts.values[:numel].clone(), low, ties, tie_bits, values)
-    state = [parts.state_at(i)[:numel].clone() for i in range(len(parts.keys))]
-    return [values, parts.gradient[:numel].to(torch.float32), *state]
 
 
 def _probe_token(numel: int, count: int, generator: torch.Generator, kind: str) -> list[Tensor]:

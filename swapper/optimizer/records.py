@@ -15,10 +15,10 @@ import torch
 from swapper.errors import SwapIOError
 from swapper.io.checksums import checksum, join_checksums
 from swapper.metrics import Metrics
-from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
-from swapper.optimizer.int8_codec import decode_int8, encode_int8
+from swapper.optimizer.bf16_codec import RoundingKey
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
 from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
+from swapper.optimizer.state_codec import EncodedState, decode_state, encode_state
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
@@ -127,30 +127,32 @@ class OpenBucket:
     def decode_state(self, segment: Segment, key: str, values: torch.Tensor) -> None:
         """Write what is encoded of one tensor of the state to `values`: float32, 1-D, in the order of memory."""
         assert self.memory is not None
-        location = segment.locations[key]
-        if location.spec.encoding == "int8":
-            decode_int8(location.flat_view(self.memory), location.scales(self.memory), values)
-        else:
-            decode_bf16(location.flat_view(self.memory), values)
+        decode_state(segment.locations[key], self.memory, values)
 
-    def encode_decoded(self, segment: Segment) -> None:
-        """Encode what `decode` has made of the state of `segment`, and what has been stepped in place."""
-        for key, value in self._decoded.get(segment, {}).items():
-            self._encode_state(segment, key, value)
+    def encoded_state(self, segment: Segment, key: str) -> EncodedState | None:
+        """How one tensor of the state is encoded in the record; None of one that is not."""
+        if key not in segment.encoded:
+            return None
+        first, rounding = self._rounding(segment, key)
+        return EncodedState.at(segment.locations[key], self.address(), first, rounding)
+
+    def first_of(self, segment: Segment, key: str, numel: int) -> torch.Tensor:
+        """A copy of the first `numel` elements of one tensor of the state, in the order of memory: float32, 1-D."""
+        assert self.memory is not None
+        values = torch.empty(numel, dtype=torch.float32, device="cpu")
+        if key in segment.encoded:
+            decode_state(segment.locations[key], self.memory, values)
+            return values
+        return values.copy_(segment.locations[key].flat_view(self.memory)[:numel])
 
     def _encode_state(self, segment: Segment, key: str, value: torch.Tensor) -> None:
         assert self.memory is not None
-        location, of = segment.locations[key], segment.of
-        spec = location.spec
-        if value.stride() != spec.stride:
-            value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device="cpu").copy_(value)
-        values = value.detach().as_strided((spec.numel,), (1,))
-        rounding = RoundingKey(key, self.step, of.number)
-        stored, first = location.flat_view(self.memory), of.first_index + segment.start
-        if spec.encoding == "int8":
-            encode_int8(values, stored, location.scales(self.memory), first, rounding)
-        else:
-            encode_bf16(values, stored, first, rounding)
+        encode_state(value, segment.locations[key], self.memory, *self._rounding(segment, key))
+
+    def _rounding(self, segment: Segment, key: str) -> tuple[int, RoundingKey]:
+        """The index of its first element, and what else its random bits depend on."""
+        of = segment.of
+        return of.first_index + segment.start, RoundingKey(key, self.step, of.number)
 
     def keep(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """Keep `state` as that of `segment`: what moves in the record, the rest in memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swapper.errors import SwapError
 from swapper.io import _native
+from swapper.optimizer.state_codec import EncodedState
 from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, PARAMETER, SQRT, Operation
 
 __all__ = [
@@ -24,6 +25,12 @@ __all__ = [
 ]
 
 _REGISTERS_MAX = 24  # as in csrc/step_program.h
+
+
+_Coded = tuple[int, bool, bool, int, int, int, int, int, int, int]
+_Job = tuple[int, int, int, int, int, int, int, int, bool, list[int], list[_Coded]]
+
+_PLAIN: _Coded = (0, False, False, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Unsupported(Exception):
@@ -40,8 +47,10 @@ class NativeSegment(NamedTuple):
         tie_bits: ties of the split master.
         new_ties: address of `ties_bytes_max(numel)` bytes that get the new ties; 0 if no split master is written.
         gradient: float32 or bfloat16, 1-D; only read.
-        state: addresses of its state: float32, each `numel` elements, dense.
+        state: addresses of its state: float32, each `numel` elements, dense. 0 of what is encoded, and is not one of
+            the program's `in_memory`.
         state_at: the tensor that is at one of them, 1-D, by its index.
+        encoded: how each of its state is encoded, None of one that is not; or empty, where none is.
     """
 
     numel: int
@@ -54,10 +63,20 @@ class NativeSegment(NamedTuple):
     gradient: Tensor
     state: Sequence[int]
     state_at: Callable[[int], Tensor]
+    encoded: Sequence[EncodedState | None] = ()
 
-    def job(self, scratch: Sequence[Tensor]) -> tuple[int, int, int, int, int, int, int, int, bool, list[int]]:
-        """The fields of the job that follow its program."""
-        gradient = self.gradient
+    def job(self, scratch: Sequence[Tensor], decodes: Set[int], encodes: Set[int]) -> _Job:
+        """The fields of the job that follow its program.
+
+        Args:
+            scratch: arrays that follow the state.
+            decodes, encodes: indices of the state that is decoded before the program, and encoded after it.
+        """
+        gradient, encoded = self.gradient, self.encoded
+        coded = [
+            _PLAIN if each is None else (each[0], i in decodes, i in encodes, *each[1:])
+            for i, each in enumerate(encoded)
+        ]
         return (
             self.numel,
             self.param,
@@ -69,6 +88,7 @@ class NativeSegment(NamedTuple):
             gradient.data_ptr(),
             gradient.dtype is torch.bfloat16,
             [*self.state, *(each.data_ptr() for each in scratch)],
+            coded + [_PLAIN] * len(scratch) if coded else coded,
         )
 
 
@@ -83,6 +103,8 @@ class NativeProgram:
     Attributes:
         scratch_arrays: float32 arrays as long as a segment that it needs beside, one for each root.
         writes_parameter: the step changes the parameter.
+        in_memory: indices of the state tensors that it needs in memory, also if they are encoded. Of others a tile is
+            decoded, stepped and encoded at a time.
     """
 
     def __init__(
@@ -90,10 +112,17 @@ class NativeProgram:
     ) -> None:
         self.scratch_arrays = len(roots)
         arrays = state + len(roots)
-        self._before = _native_program(before, arrays) if before or after is None else None
+        self._before = _native_program(before, arrays)
+        self._has_before = bool(before) or after is None
         self._after = None if after is None else _native_program(after, arrays)
         self._roots = roots
         self.writes_parameter = any(PARAMETER in each.writes for each in (before if after is None else after))
+        rooted = {root for root in roots if root is not None}
+        first, last = _state_used(before, state) | rooted, _state_used(after or (), state)
+        self.in_memory = rooted | (first & last)
+        # What is decoded before the roots is in memory after them. What is encoded twice has the same random bits.
+        self._first = first, _state_written(before, state)
+        self._last = last - first, _state_written(after or (), state)
 
     def run(
         self, segments: Sequence[NativeSegment], scratch: Tensor | None, threads: int, instruction_set: int
@@ -110,21 +139,30 @@ class NativeProgram:
                 a square root is taken of may be.
         """
         if self._after is None:
-            assert self._before is not None
-            jobs = [(self._before, *segment.job(())) for segment in segments]
+            jobs = [(self._before, *segment.job((), *self._first)) for segment in segments]
             return _native.run_step(jobs, threads, instruction_set)
         assert scratch is not None
         rows = scratch[: self.scratch_arrays].unbind()
         results = []
         for segment in segments:
-            fields = segment.job(rows)
-            if self._before is not None:
-                _native.run_step([(self._before, *fields)], threads, instruction_set)
+            if self._has_before or segment.encoded:
+                _native.run_step([(self._before, *segment.job(rows, *self._first))], threads, instruction_set)
             for state, row in zip(self._roots, rows, strict=True):
                 room = row[: segment.numel]
                 torch.sqrt(room if state is None else segment.state_at(state), out=room)
-            results += _native.run_step([(self._after, *fields)], threads, instruction_set)
+            results += _native.run_step([(self._after, *segment.job(rows, *self._last))], threads, instruction_set)
         return results
+
+
+def _state_used(operations: Iterable[Operation], state: int) -> set[int]:
+    """Indices of the state tensors, of so many, that `operations` read or write."""
+    registers = {register for each in operations for register in each.reads | each.writes}
+    return {register - FIRST_STATE for register in registers if FIRST_STATE <= register < FIRST_STATE + state}
+
+
+def _state_written(operations: Iterable[Operation], state: int) -> set[int]:
+    registers = {register for each in operations for register in each.writes}
+    return {register - FIRST_STATE for register in registers if FIRST_STATE <= register < FIRST_STATE + state}
 
 
 def refusal(error: ValueError) -> SwapError:

@@ -412,7 +412,6 @@ class Stepper:
         if on_device is not None:
             self._join(optimizer, on_device, operands)
         opened = on_device or self._records.take(bucket, for_step=True)
-        opened.decode((operand.segment for operand in operands), scratch.take)
         native: list[NativeOperand] = []
         if on_device is None:
             # In backward the user's code runs between the buckets of a step.
@@ -422,6 +421,7 @@ class Stepper:
         if native:
             chosen = {each.operand.segment for each in native}
             operands = [each for each in operands if each.segment not in chosen]
+        opened.decode((operand.segment for operand in operands), scratch.take)
         make_tensors(operands, opened, scratch)
         for operand in operands:
             if operand.edited is True:
@@ -466,7 +466,7 @@ class Stepper:
         self._native.run(native)
         masters: Masters = {}
         for each in native:
-            self._native.keep(each, opened)
+            self._native.keep(each)
             operand = each.operand
             if not operand.segment.master:
                 increment_version(operand.segment.parameter)

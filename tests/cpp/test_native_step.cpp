@@ -10,10 +10,13 @@
 #include <thread>
 #include <vector>
 
+#include "bf16_codec.h"
 #include "check.h"
 #include "codec.h"
 #include "crc32c.h"
+#include "int8_codec.h"
 
+using swapper::EncodedArray;
 using swapper::Instruction;
 using swapper::InstructionSet;
 using swapper::Opcode;
@@ -111,6 +114,120 @@ void test_a_split_master_is_stepped(size_t numel, unsigned threads, InstructionS
     CHECK(std::equal(ties.begin(), ties.begin() + static_cast<ptrdiff_t>((count + 7) / 8),
                      segment.new_ties.begin()));
     CHECK(results[0].crc == swapper::crc32c(bits.data(), 2 * numel));
+}
+
+// An array that is stored as `encoding`, whose memory ends where it ends.
+struct Encoded {
+    Encoded(EncodedArray::Encoding kind, const std::vector<float>& values, uint64_t from)
+        : encoding(kind), first(from), numel(values.size()) {
+        data.resize((is_int8() ? 1 : 2) * numel);
+        scales.resize(is_int8() ? sizeof(float) * swapper::blocks_of(numel) : 0);
+        encode(values);
+    }
+
+    bool is_int8() const { return encoding == EncodedArray::Encoding::kInt8; }
+
+    void encode(const std::vector<float>& values) {
+        if (is_int8()) {
+            swapper::encode_int8(values.data(), data.data(), scales.data(), numel, first, key, 1);
+        } else {
+            swapper::encode_bf16(values.data(), data.data(), numel, first, key, 1);
+        }
+    }
+
+    std::vector<float> decoded() const {
+        std::vector<float> values(numel);
+        if (is_int8()) {
+            swapper::decode_int8(data.data(), scales.data(), values.data(), numel, 1);
+        } else {
+            swapper::decode_bf16(data.data(), values.data(), numel, 1);
+        }
+        return values;
+    }
+
+    EncodedArray array(bool decodes, bool encodes) {
+        EncodedArray made;
+        made.encoding = encoding;
+        made.decodes = decodes;
+        made.encodes = encodes;
+        made.data = data.data();
+        made.scales = is_int8() ? scales.data() : nullptr;
+        made.first = first;
+        made.key = key;
+        return made;
+    }
+
+    EncodedArray::Encoding encoding;
+    uint64_t first;
+    size_t numel;
+    swapper::RoundingKey key{1, 2, 3, 4};
+    std::vector<unsigned char> data, scales;
+};
+
+// As decoded before, stepped, and encoded after: in the tile alone, or in memory by two passes.
+void test_encoded_arrays(EncodedArray::Encoding encoding, size_t numel, unsigned threads,
+                         InstructionSet set) {
+    Segment plain(numel, numel);
+    const uint64_t first = encoding == EncodedArray::Encoding::kInt8 ? 768 : 301;
+    const Encoded before(encoding, plain.momentum, first);
+    plain.momentum = before.decoded();
+    const std::vector<float> given = plain.momentum;
+    const auto program = momentum_program();
+    const auto expected = run_step({plain.job(program)}, threads, set);
+    Encoded after(before);
+    after.encode(plain.momentum);
+
+    Segment in_tile(numel, numel);
+    Encoded stored(before);
+    StepJob job = in_tile.job(program);
+    job.arrays = {nullptr};
+    job.encoded = {stored.array(true, true)};
+    const auto results = run_step({job}, threads, set);
+    CHECK(results[0].tie_bits == expected[0].tie_bits && results[0].crc == expected[0].crc);
+    CHECK(in_tile.bits == plain.bits && in_tile.low == plain.low);
+    CHECK(stored.data == after.data && stored.scales == after.scales);
+
+    Segment in_memory(numel, numel);
+    stored = before;
+    const auto nothing = std::make_shared<StepProgram>(std::vector<Instruction>{}, 1, 3);
+    job = in_memory.job(nothing);
+    job.encoded = {stored.array(true, false)};
+    run_step({job}, threads, set);
+    CHECK(in_memory.momentum == given);
+    CHECK(stored.data == before.data && stored.scales == before.scales);
+    job = in_memory.job(program);
+    job.encoded = {stored.array(false, true)};
+    run_step({job}, threads, set);
+    CHECK(in_memory.momentum == plain.momentum && in_memory.bits == plain.bits);
+    CHECK(stored.data == after.data && stored.scales == after.scales);
+}
+
+void test_encoded_arrays_that_are_not_as_described_are_refused() {
+    Segment segment(1000, 3);
+    Encoded stored(EncodedArray::Encoding::kInt8, segment.momentum, 0);
+    const auto refuses = [&](const EncodedArray& array, bool in_tile) {
+        StepJob job = segment.job(momentum_program());
+        if (in_tile) job.arrays = {nullptr};
+        job.encoded = {array};
+        CHECK_THROWS(std::invalid_argument, run_step({job}, 1, InstructionSet::kBaseline));
+    };
+    refuses(stored.array(false, true), true);  // used, and not decoded
+    EncodedArray array = stored.array(true, true);
+    array.first = 100;
+    refuses(array, true);
+    array = stored.array(true, true);
+    array.data = nullptr;
+    refuses(array, true);
+    array = stored.array(true, true);
+    array.scales = nullptr;
+    refuses(array, true);
+    array = stored.array(true, true);
+    array.data = segment.momentum.data();
+    refuses(array, false);
+    refuses(EncodedArray{}, true);  // neither encoded nor there
+    StepJob job = segment.job(momentum_program());
+    job.encoded.resize(2);
+    CHECK_THROWS(std::invalid_argument, run_step({job}, 1, InstructionSet::kBaseline));
 }
 
 // One fused step of a parameter of fp32 whose arrays end where their memory ends; `state` is changed.
@@ -236,7 +353,11 @@ int main() {
     for (const auto set : {InstructionSet::kAvx512, InstructionSet::kAvx2, InstructionSet::kBaseline}) {
         if (!swapper::has_instruction_set(set)) continue;
         for (const size_t numel : {1, 7, 64, 255, 257, 16384, 16385, 200003}) {
-            for (const unsigned threads : {1U, 4U}) test_a_split_master_is_stepped(numel, threads, set);
+            for (const unsigned threads : {1U, 4U}) {
+                test_a_split_master_is_stepped(numel, threads, set);
+                test_encoded_arrays(EncodedArray::Encoding::kBf16, numel, threads, set);
+                test_encoded_arrays(EncodedArray::Encoding::kInt8, numel, threads, set);
+            }
             test_fused_adagrad(numel, set);
             test_fused_amsgrad(numel, set);
         }
@@ -244,6 +365,7 @@ int main() {
     test_threads_step_at_the_same_time_and_after_a_fork();
     test_what_is_damaged_is_refused_before_anything_is_written();
     test_what_is_not_as_described_is_refused();
+    test_encoded_arrays_that_are_not_as_described_are_refused();
     std::puts("native steps: passed");
     return 0;
 }

@@ -32,8 +32,10 @@ from swapper.checkpoint.index import with_checksum
 from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.io.checksums import checksum
 from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.optimizer import state_codec
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.int8_codec import decode_int8
+from swapper.optimizer.native_parts import TOKEN_NUMEL
 from swapper.optimizer.probe import StateSpec
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, plan_buckets, plan_segments
 from swapper.storage.store import RecordKey
@@ -215,6 +217,46 @@ def test_each_class_has_the_bits_of_the_reference(nvme_path: Path, name: str, na
     p = model[2].weight
     for key, value in swapper.of(optimizer).state(p).items():
         assert not torch.is_tensor(value) or same_bits(value.float(), state_dict["state"][2][key].float())
+    close(optimizer)
+
+
+@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_native_step_decodes_and_encodes_tile_by_tile(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool, encoding: str
+) -> None:
+    """Nothing but the elements of tokens is decoded beside it, and nothing is encoded: with roots between two passes,
+    too."""
+    model = nn.Linear(192, 192, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    plain = copy.deepcopy(model)
+    reference = Reference(torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=fused), encoding)
+    swapper.wrap_optimizer(optimizer, config_of(nvme_path, state={"encoding": encoding, "native_step": "on"}))
+    decoded, encoded = [], []
+    for codec in ("bf16", "int8"):
+        decode, encode = (getattr(state_codec, f"{verb}_{codec}") for verb in ("decode", "encode"))
+
+        def noting_decode(*tensors: torch.Tensor, decode: Any = decode) -> None:
+            decoded.append(tensors[-1].numel())
+            decode(*tensors)
+
+        def noting_encode(values: torch.Tensor, *rest: Any, encode: Any = encode) -> None:
+            encoded.append(values.numel())
+            encode(values, *rest)
+
+        monkeypatch.setattr(state_codec, f"decode_{codec}", noting_decode)
+        monkeypatch.setattr(state_codec, f"encode_{codec}", noting_encode)
+    for number in range(4):
+        for each, its_model in ((optimizer, model), (reference, plain)):
+            its_model.weight.grad = torch.randn(192, 192, generator=torch.Generator().manual_seed(number))
+            each.step()
+        assert same_bits(plain.weight.detach(), model.weight.detach())
+        if number == 0:  # The class, which makes the state.
+            assert encoded and max(encoded) > 10_000
+            encoded.clear()
+    assert not encoded
+    assert decoded and max(decoded) <= TOKEN_NUMEL
+    assert swapper.of(optimizer).stats().segments_native > 0
     close(optimizer)
 
 

@@ -405,7 +405,7 @@ def test_a_damaged_master_is_refused_before_anything_is_written() -> None:
     addresses = bits.data_ptr(), low.data_ptr(), ties.data_ptr()
     job = (program, numel, 0, *addresses, tie_bits + 1, torch.empty_like(ties).data_ptr(), gradient.data_ptr(), False)
     with pytest.raises(ValueError, match="ties"):
-        _native.run_step([(*job, [])], 2, _native.best_instruction_set())
+        _native.run_step([(*job, [], [])], 2, _native.best_instruction_set())
     assert torch.equal(bits.view(torch.int16), before[0].view(torch.int16)) and torch.equal(low, before[1])
 
 
@@ -468,7 +468,7 @@ def test_all_threads_take_denormals_for_what_the_caller_does() -> None:
 
     def kept() -> int:
         p = torch.ones(numel, dtype=torch.int32).view(torch.float32)
-        job = (program, numel, p.data_ptr(), 0, 0, 0, 0, 0, gradient.data_ptr(), False, [])
+        job = (program, numel, p.data_ptr(), 0, 0, 0, 0, 0, gradient.data_ptr(), False, [], [])
         _native.run_step([job], 3, _native.best_instruction_set())
         return int(p.view(torch.int32).count_nonzero())
 
