@@ -24,13 +24,17 @@ __all__ = ["find_by_index", "find_weights", "load_weights", "newest_snapshot"]
 log = logging.getLogger(__name__)
 
 _INDEX = ".safetensors.index.json"
+_WHOLE = "model.safetensors"
+"""Of this and an index beside it transformers takes this."""
+
 _LONGEST_PATH = 4096
 
 
 def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     """The tensors that `path` names: a safetensors file, an index of several, or a directory with either.
 
-    A model's directory in Hugging Face's cache (`models--NAME`) has them in that of its newest snapshot.
+    Of `model.safetensors` and an index beside it that is the file, as for transformers. A model's directory in Hugging
+    Face's cache (`models--NAME`) has them in that of its newest snapshot.
 
     Raises:
         SwapIOError, SwapError: there are none, or one of the files is broken.
@@ -41,6 +45,8 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
         indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []
         files = sorted(path.glob("*.safetensors")) if is_directory else []
     if is_directory:
+        if whole := [file for file in files if file.name == _WHOLE]:
+            return read_header(whole[0]) if indices else _tensors_of(files)
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise SwapError(f"{path} has several sets of weights: {names}; name one of them")
@@ -48,8 +54,12 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
             return find_by_index(indices[0])
         if not files:
             raise SwapIOError(errno.ENOENT, "open", path, detail="there are no .safetensors files in this directory")
-        return _without_duplicates([tensor for file in files for tensor in read_header(file)])
+        return _tensors_of(files)
     return find_by_index(path) if path.name.endswith(".json") else read_header(path)
+
+
+def _tensors_of(files: Sequence[Path]) -> list[StoredTensor]:
+    return _without_duplicates([tensor for file in files for tensor in read_header(file)])
 
 
 def newest_snapshot(path: Path) -> Path:

@@ -130,7 +130,7 @@ class OpenBucket:
         decode_state(segment.locations[key], self.memory, values)
 
     def encoded_state(self, segment: Segment, key: str) -> EncodedState | None:
-        """How one tensor of the state is encoded in the record; None of one that is not."""
+        """Return the encoded form of one tensor of the state in the record; None of one that is not encoded."""
         if key not in segment.encoded:
             return None
         first, rounding = self._rounding(segment, key)

@@ -36,7 +36,7 @@ class EncodedState(NamedTuple):
 
     @classmethod
     def at(cls, location: StateLocation, record: int, first: int, rounding: RoundingKey) -> EncodedState:
-        """That of a tensor in the record at the address `record`."""
+        """Return the form of a tensor in the record at the address `record`."""
         data, scales = record + location.offset_bytes, record + location.scales_offset_bytes
         return cls(_NUMBERS[location.spec.encoding], data, scales, first, *rounding.numbers)
 

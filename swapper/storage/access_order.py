@@ -9,8 +9,12 @@ from typing import NamedTuple, Protocol
 
 __all__ = ["NEVER", "AccessOrder", "Order", "Use"]
 
-_LONGEST_LOG = 200_000
-"""Uses after which the first half of the log is condensed."""
+_LONGEST_LOG = 20_000
+"""Uses after which the first half of the log is condensed, unless that would be less than `_PERIODS`."""
+
+_PERIODS = 4
+"""Times as many uses as there are different ones that the log has before it is condensed: rounds of a program that does
+the same in each."""
 
 _USUAL = 64.0
 """Uses in a row that are taken to come as foretold before a program has done anything else."""
@@ -116,11 +120,12 @@ class AccessOrder:
             self._count(False)
             self._next = len(self._log) + 1  # What comes after it is not known.
         self._log.append(use)  # First: a place that Ctrl-C leaves without its use could not be looked up.
-        self._places.setdefault(use, []).append(len(self._log) - 1)
-        self._by_number.setdefault(use.number, []).append(len(self._log) - 1)
+        at = len(self._log) - 1  # One object for both.
+        self._places.setdefault(use, []).append(at)
+        self._by_number.setdefault(use.number, []).append(at)
         if use.number in self._due:
             self._update(use.number)
-        if len(self._log) > _LONGEST_LOG:
+        if len(self._log) > max(_LONGEST_LOG, _PERIODS * len(self._places)):
             self._condense()
 
     def expect(self, uses: Iterable[Use]) -> None:

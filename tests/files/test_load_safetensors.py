@@ -325,6 +325,18 @@ def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
         swapper.load_safetensors(Mlp(), directory)
 
 
+def test_of_a_whole_file_and_an_index_the_file_is_taken(tmp_path: Path) -> None:
+    """As by transformers, whatever the index names."""
+    directory = save_in_parts(another(Mlp), tmp_path / "model", 3, index=True)
+    source = Mlp()
+    save(source, directory / "model.safetensors")
+    model = another(Mlp)
+    swapper.load_safetensors(model, directory)
+    assert bits(model.state_dict()) == bits(source.state_dict())
+    (directory / "other.safetensors.index.json").write_text("{}")
+    swapper.load_safetensors(model, directory)
+
+
 def test_a_tensor_in_two_files_of_a_directory(tmp_path: Path) -> None:
     save(Mlp(), tmp_path / "one.safetensors")
     save(Mlp(), tmp_path / "two.safetensors")

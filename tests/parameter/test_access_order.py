@@ -129,6 +129,23 @@ def test_the_log_is_condensed_and_nothing_that_was_ever_done_is_forgotten(monkey
     assert upcoming(o, 3) == [1, 2, 3]
 
 
+def test_the_log_is_as_long_as_some_rounds() -> None:
+    """Of a small model far shorter than of a large one, whose rounds are foretold to their ends."""
+    small = AccessOrder([])
+    for _ in range(2 * order._LONGEST_LOG):
+        note_all(small, FORWARD)
+    assert len(small._log) <= order._LONGEST_LOG
+    small.note(FORWARD[0])
+    assert upcoming(small, 3) == [1, 2, 3]
+    large = AccessOrder([])
+    uses = [Use("forward", number) for number in range(2 * order._LONGEST_LOG)]
+    for _ in range(order._PERIODS + 2):
+        note_all(large, uses)
+    assert len(large._log) <= order._PERIODS * len(uses) + 1
+    large.note(uses[0])
+    assert [*large.upcoming()][: len(uses) - 1] == [use.number for use in uses[1:]]
+
+
 USES = st.lists(st.builds(Use, st.sampled_from(["forward", "backward", "step"]), st.integers(0, 5)), max_size=30)
 
 
