@@ -392,22 +392,24 @@ class _Groups:
         self.all: list[list[Candidate]] = []
         self._bucket_bytes = bucket_bytes
         self._last: dict[bool, list[Candidate]] = {}
+        self._bytes: dict[bool, tuple[int, int]] = {}  # of the last ones: of their tensors, and with copies
 
     def add(self, unit: list[Candidate], kept: bool) -> None:
         """Add the tensors of one module, which stay together."""
         if not unit:
             return
+        tensors = [candidate.tensor for candidate in unit]
+        own_bytes = sum(tensor.nbytes for tensor in tensors)
+        copied_bytes = own_bytes + sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in tensors if _has_copy(t))
         group = self._last.get(kept)
-        if group is None or not self._has_room([*group, *unit]):
+        group_bytes, with_copies_bytes = self._bytes.get(kept, (0, 0))
+        has_room = group_bytes + own_bytes <= GROUP_BYTES and with_copies_bytes + copied_bytes <= self._bucket_bytes
+        if group is None or not has_room:
             group = self._last[kept] = []
             self.all.append(group)
+            group_bytes = with_copies_bytes = 0
+        self._bytes[kept] = group_bytes + own_bytes, with_copies_bytes + copied_bytes
         group += unit
-
-    def _has_room(self, candidates: Sequence[Candidate]) -> bool:
-        tensors = [candidate.tensor for candidate in candidates]
-        total_bytes = sum(tensor.nbytes for tensor in tensors)
-        copies_bytes = sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in tensors if _has_copy(t))
-        return total_bytes <= GROUP_BYTES and total_bytes + copies_bytes <= self._bucket_bytes
 
 
 def _has_copy(parameter: torch.Tensor) -> bool:
