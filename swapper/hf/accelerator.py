@@ -149,6 +149,7 @@ def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[
                 each.__init__(each.optimizer, device_placement=False, scaler=each.scaler)
     _swap_clipping(accelerator, optimizers)
     _synchronize_one_at_a_time(accelerator)
+    _leave_state_where_it_is(accelerator)
 
 
 def _innermost(optimizer: Any) -> Optimizer:
@@ -180,6 +181,18 @@ def _synchronize_one_at_a_time(accelerator: Accelerator) -> None:
     plain = accelerator.prepare_model
     if not (isinstance(plain, partial) and plain.func is _prepare_model):
         accelerator.prepare_model = partial(_prepare_model, accelerator, plain)
+
+
+def _leave_state_where_it_is(accelerator: Accelerator) -> None:
+    """Have `prepare` bring no state of a swapped optimizer to the device: that reads all of it, into the device."""
+    plain = accelerator.prepare_optimizer
+    if not (isinstance(plain, partial) and plain.func is _prepare_optimizer):
+        accelerator.prepare_optimizer = partial(_prepare_optimizer, plain)
+
+
+def _prepare_optimizer(plain: Callable[..., Any], optimizer: Any, device_placement: bool | None = None) -> Any:
+    is_swapped = swapper_of(optimizer) is not None
+    return plain(optimizer, device_placement=False if is_swapped else device_placement)
 
 
 def _prepare_model(

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
-from swapper.io.checksums import checksum
 from swapper.optimizer.segments import MASTER
+from swapper.optimizer.snapshots import CONTAINERS, IMMUTABLE, content_of
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.inner import is_wrapper
 from swapper.tensors.other_tensors import is_shared
@@ -153,32 +152,11 @@ class _Given(NamedTuple):
 _FEWEST_LOANS = 2
 """A loop has the entries of a parameter when it asks for the next one's."""
 
-_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
-
-_IMMUTABLE = (int, float, complex, str, bytes, type, Enum, torch.dtype, torch.device, type(None))
-
-
-def _content(value: Any) -> Any:
-    """The bits of `value`, to be compared. `.data` and NumPy change them without a word to the version counter.
-
-    What cannot be looked into is unlike anything else.
-    """
-    if isinstance(value, torch.Tensor):
-        local = local_of(value).detach()
-        if local.layout is not torch.strided or local.is_meta or is_wrapper(local):
-            return object()
-        return type(value), local.dtype, local.shape, checksum(local.cpu().resolve_conj().resolve_neg().contiguous())
-    if isinstance(value, Mapping):
-        return type(value), [(key, _content(each)) for key, each in value.items()]
-    if isinstance(value, _CONTAINERS):
-        return type(value), [_content(each) for each in value]
-    return (type(value), repr(value)) if isinstance(value, _IMMUTABLE) else object()
-
 
 def _inside(value: Any) -> list[Any]:
     """Return all that can be changed of `value`: itself, and what is in it."""
-    if not isinstance(value, _CONTAINERS):
-        return [] if isinstance(value, _IMMUTABLE) else [value]
+    if not isinstance(value, CONTAINERS):
+        return [] if isinstance(value, IMMUTABLE) else [value]
     items = value.values() if isinstance(value, Mapping) else value
     return [value] * (not isinstance(value, tuple)) + [each for item in items for each in _inside(item)]
 
@@ -217,18 +195,18 @@ class _Loan:
     def __init__(self, parameter: torch.Tensor, entries: Mapping[str, Any], is_stored: bool) -> None:
         self.parameter = parameter
         self.entries = entries
-        self._stored = _content(entries) if is_stored else None
+        self._stored = content_of(entries) if is_stored else None
 
     def take(self) -> bool:
         """Return True if the records have something else, or if that cannot be told. They are given it then."""
-        before, self._stored = self._stored, _content(self.entries)
+        before, self._stored = self._stored, content_of(self.entries)
         return bool(self._stored != before)
 
     @property
     def is_had(self) -> bool:
         """True if somebody else has the entries, or something of them that does not tell if it was changed."""
         had = _had_elsewhere(_inside(self.entries))
-        return any(each is self.entries or not isinstance(each, (torch.Tensor, *_CONTAINERS)) for each in had)
+        return any(each is self.entries or not isinstance(each, (torch.Tensor, *CONTAINERS)) for each in had)
 
 
 class _Kept:
@@ -237,12 +215,12 @@ class _Kept:
     def __init__(self, parameter: torch.Tensor, thing: Any) -> None:
         self.parameter = parameter
         self.thing = thing
-        self._content = _content(thing)
+        self._content = content_of(thing)
 
     @property
     def has_changed(self) -> bool:
         """True if it is not what the records were given, or if that cannot be told."""
-        return bool(_content(self.thing) != self._content)
+        return bool(content_of(self.thing) != self._content)
 
 
 class GuardedState(defaultdict[torch.Tensor, Any]):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import Bucket
-from swapper.storage.agreement import agreed
+from swapper.storage.agreement import agreed, of_all
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.tensors.evicted_gradients import raw_gradient
@@ -112,7 +112,7 @@ class PlanFollower:
         as_it_is: bool,
         together: bool = False,
     ) -> None:
-        """Replace all state.
+        """Replace all state. What `state_dict()` has just handed out moves nothing: [Note: loads of what is there].
 
         Args:
             state: of each parameter that has some, in the class's own format.
@@ -123,6 +123,9 @@ class PlanFollower:
             self.extend(optimizer, [p for p, _ in state])
             entries_of = self._state.checked(state)  # Before anything is replaced.
         if not as_it_is:
+            usable = self._guard.failure is None  # Else what is there may be of another step.
+            if of_all(usable and self._state.is_there(optimizer, entries_of), together):
+                return
             self._state.take_noted_steps()
         with self._guard.replacing("loading optimizer state"), agreed(together):
             self._state.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)

@@ -339,12 +339,14 @@ class BucketRecords:
     Attributes:
         cache: of the pool.
         direct: has records in memory of a device: see [Note: one of two caches] in `direct_state`. None if none are.
+        changes: count of what was put or discarded: while it stays the same, so does all state.
         steps: that were made since there was no state. See [Note: encoded state] in `encodings`.
     """
 
     def __init__(self, cache: RecordCache, metrics: Metrics, direct: DirectState | None = None) -> None:
         self.cache = cache
         self.direct = direct
+        self.changes = 0
         self.steps = 0
         self._metrics = metrics
         self._resets: torch.Tensor | None = None
@@ -433,6 +435,7 @@ class BucketRecords:
 
     def put(self, opened: OpenBucket) -> None:
         """Start writing the record, and give its buffer back. Returns at once."""
+        self.changes += 1  # Without a buffer, too: what is small is in no record.
         if opened.lease is None:
             return
         if (packing := opened.bucket.packing) is not None:
@@ -454,6 +457,7 @@ class BucketRecords:
 
     def put_when_copied(self, opened: OpenBucket, finish: Callable[[], int]) -> None:
         """`put` of a record that an accelerator still copies or uses; `finish` completes it and gives its length."""
+        self.changes += 1
         if opened.lease is not None:
             direct = self.direct if self.direct is not None and self.direct.has(opened.bucket) else None
             cache = self.cache if direct is None or direct.cache is None else direct.cache
@@ -461,6 +465,7 @@ class BucketRecords:
 
     def put_whole(self, opened: OpenBucket, length_bytes: int) -> None:
         """`put` of a record that has its header already."""
+        self.changes += 1
         self.cache.put(opened.bucket.key, length_bytes)
 
     def release(self, opened: OpenBucket) -> None:
@@ -470,6 +475,7 @@ class BucketRecords:
 
     def discard(self, bucket: Bucket) -> None:
         """Forget what is stored of the record. Its file stays, for what is written next."""
+        self.changes += 1
         if bucket.length_bytes:
             for cache in self.caches:
                 cache.discard(bucket.key)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import mmap
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, SwapIOError
 from swapper.optimizer.device_records import checksums_to_host
 from swapper.optimizer.encodings import STEPS, steps_in
+from swapper.optimizer.loaded_state import as_loaded, kept_dtype, loaded_dtype
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
+from swapper.optimizer.snapshots import Part, Snapshot, part_of
 from swapper.optimizer.twin import OWN_ATTRIBUTES
 from swapper.progress import progress
 from swapper.sizes import ALIGNMENT_BYTES, round_up
@@ -79,17 +81,24 @@ class StateRecords:
         self.store = store
         self._noted_steps = 0
         self._giving: tuple[int, GivenState] | None = None  # by the thread
+        self._snapshot: Snapshot | None = None  # the last
 
-    def gather(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> dict[int, dict[str, Any]]:
+    def gather(
+        self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate, snapshot: Snapshot | None = None
+    ) -> dict[int, dict[str, Any]]:
         """The state of `parameters`, by `id`, in the class's own format.
 
         Args:
             allocate: makes the tensors that take what is in records.
+            snapshot: is told what is handed out.
 
         Raises:
             SwapIOError: the drive failed. The state is as it was.
         """
-        states = {of: _Gathered(allocate) for of in map(self.plan.of, parameters) if of is not None and of.has_state}
+        summed = snapshot is not None
+        states = {
+            of: _Gathered(allocate, summed) for of in map(self.plan.of, parameters) if of is not None and of.has_state
+        }
         reached = {bucket.key.number: bucket for of in states for bucket in of.buckets}
         buckets = [reached[number] for number in sorted(reached)]  # In the order of the plan.
         self.checksums_to_host(states)
@@ -110,15 +119,21 @@ class StateRecords:
         except BaseException:
             self.bucket_records.recover()
             raise
-        for state in states.values():
+        for of, state in states.items():
             if state.edited:
                 self.bucket_records.count_reset()
+            elif snapshot is not None:  # Masters that were edited are not those of the record.
+                snapshot.add(of, state.entries, state.parts)
         return {id(of.parameter): _as_seen(state.entries, of) for of, state in states.items()}
 
     def allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Allocate:
         """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
+        mapping = self._scratch(parameters)
+        return allocate_in_memory if mapping is None else _allocate_in(mapping)
+
+    def _scratch(self, parameters: Sequence[torch.nn.Parameter]) -> mmap.mmap | None:
         if self.store is None:
-            return allocate_in_memory
+            return None
         total = 0
         wanted = {self.plan.of(p) for p in parameters}
         for bucket in self.plan.buckets:
@@ -126,7 +141,7 @@ class StateRecords:
                 if segment.of in wanted:
                     total += sum(spec.nbytes + ALIGNMENT_BYTES for spec in segment.stored_specs)
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
-        return _allocate_in(self.store.scratch(total)) if total else allocate_in_memory
+        return self.store.scratch(total) if total else None
 
     def stored_bytes(self) -> int:
         """Length of all records now."""
@@ -158,7 +173,12 @@ class StateRecords:
         if given is not None and given.of_one:
             with_state = [p for p in parameters if (of := self.plan.of(p)) is not None and of.has_state]
             wanted = sorted(with_state, key=torch.Tensor.numel)[:1]
-        gathered = self.gather(wanted, self.allocator(wanted))
+        self._snapshot = None
+        mapping = self._scratch(wanted)
+        snapshot = None if mapping is None else Snapshot(mapping, self.bucket_records.changes)
+        allocate = allocate_in_memory if mapping is None else _allocate_in(mapping)
+        gathered = self.gather(wanted, allocate, snapshot)
+        self._snapshot = snapshot
         state_dict["state"] = found = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
         if given is not None:
             given.entries.update({i: dict(entries) for i, entries in found.items()})
@@ -169,6 +189,33 @@ class StateRecords:
     def note_steps(self, state_dict: Mapping[str, Any]) -> None:
         """Note how many steps were made when `state_dict`, which is being loaded, was saved."""
         self._noted_steps = steps_in(state_dict)
+
+    def is_there(self, optimizer: Optimizer, given: Mapping[OptimizerParameter, Mapping[str, Any]]) -> bool:
+        """True if a load of `given`, as torch's own `load_state_dict`, would leave all state as it is.
+
+        See [Note: loads of what is there] in `snapshots`. Reads what `given` has if it seems so.
+
+        Args:
+            optimizer: for the options of groups.
+            given: what `checked` has returned.
+        """
+        if self._snapshot is None or not type(optimizer).__setstate__.__module__.startswith("torch.optim"):
+            return False
+        if self.plan.rounds and self._noted_steps != self.bucket_records.steps:
+            return False
+
+        def group_of(of: OptimizerParameter) -> dict[str, Any]:
+            return optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
+
+        with_state = [of for of in self.plan.planned() if of.has_state]
+        try:
+            for cache in self.bucket_records.caches:
+                cache.check()
+        except SwapIOError:  # Of the lost record there is no copy but the one that is given.
+            return False
+        with modes_kept():
+            set_grad_mode(False)
+            return self._snapshot.is_what_is_there(self.bucket_records.changes, with_state, given, group_of)
 
     def take_noted_steps(self) -> None:
         """From here on random bits are those of the run that was noted. See [Note: encoded state] in `encodings`."""
@@ -268,9 +315,11 @@ class StateRecords:
 class _Gathered:
     """The state of one parameter, put together of its segments in the class's own format."""
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate, summed: bool) -> None:
         self.entries: dict[str, Any] = {}
+        self.parts: dict[str, list[Part]] = {}  # of those in `_flats`, if they are summed
         self.edited = False
+        self._summed = summed
         self._allocate = allocate
         self._flats: dict[str, torch.Tensor] = {}  # the 1-D tensors behind `entries`
         self._is_begun = False
@@ -285,16 +334,19 @@ class _Gathered:
             if key in segment.encoded and key in segment.present:
                 flat = self._flat(key, p.numel(), torch.float32)
                 opened.decode_state(segment, key, flat[segment.start : segment.stop])
+                self._sum(key, segment.start, segment.stop)
                 whole = segment.whole
                 self.entries[key] = flat.as_strided(value.shape, value.stride()) if whole else as_shaped(flat, p)
             elif not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
                 # Small state is in no record, so `allocator` has no room for it; tiny buckets cut its parameter too.
                 flat = self._flat(key, p.numel(), value.dtype, key in segment.present)
                 flat[segment.start : segment.stop].copy_(value)
+                self._sum(key, segment.start, segment.stop)
                 self.entries[key] = as_shaped(flat, p)
             elif key in segment.present:
                 flat = self._flat(key, value.numel(), value.dtype)
                 self.entries[key] = flat.as_strided(value.shape, value.stride()).copy_(value)
+                self._sum(key, 0, value.numel())
             elif key not in self.entries:
                 self.entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         if self.edited or segment.checksum is not None:
@@ -305,6 +357,12 @@ class _Gathered:
                 out.copy_(bits)
             else:
                 opened.decode_master(segment, bits, out)
+            self._sum(MASTER, segment.start, segment.stop)
+
+    def _sum(self, key: str, start: int, stop: int) -> None:
+        """Take the checksums of elements that were just written, while the processor's cache has them."""
+        if self._summed and start < stop:
+            self.parts.setdefault(key, []).append(part_of(self._flats[key], start, stop))
 
     def _flat(self, key: str, numel: int, dtype: torch.dtype, stored: bool = True) -> torch.Tensor:
         if key not in self._flats:
@@ -330,12 +388,12 @@ def _write(
             if key == MASTER:
                 continue
             if not isinstance(value, torch.Tensor):
-                state[key] = copy.deepcopy(value) if as_it_is else _as_loaded(key, value, segment, group)
+                state[key] = copy.deepcopy(value) if as_it_is else as_loaded(key, value, segment, group)
                 continue
             value = value.detach()
             if not segment.whole and value.shape == p.shape:
                 value = segment.slice_of(value)
-            dtype = _kept_dtype(key, value, segment) if as_it_is else _loaded_dtype(key, value, segment, group)
+            dtype = kept_dtype(key, value, segment) if as_it_is else loaded_dtype(key, value, segment, group)
             location = segment.locations.get(key)
             fits = location is not None and value.shape == location.spec.shape and dtype == location.spec.dtype
             if fits and key not in segment.encoded:  # Those are encoded when they are kept.
@@ -368,7 +426,7 @@ def _set_by_the_class(
         if last is None or last[0] is not of:
             group = optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
             given = entries_of(segment)
-            cast = {key: _as_loaded(key, value, segment, group) for key, value in given.items() if key != MASTER}
+            cast = {key: as_loaded(key, value, segment, group) for key, value in given.items() if key != MASTER}
             stand_in = type(optimizer).__new__(type(optimizer))
             vars(stand_in).update({key: value for key, value in vars(optimizer).items() if key not in OWN_ATTRIBUTES})
             stand_in.defaults = dict(optimizer.defaults)
@@ -444,33 +502,6 @@ def _check_loadable(p: torch.Tensor, segments: Sequence[Segment], entries: Mappi
                 f"state {key!r} of a parameter of shape {tuple(p.shape)} should have shape {expected} and has "
                 f"{tuple(value.shape)}; no state was loaded"
             )
-
-
-def _kept_dtype(key: Any, value: torch.Tensor, segment: Segment) -> torch.dtype:
-    """The dtype of state that is taken as it is. With a master, state made for the parameter itself becomes fp32."""
-    learnt = segment.learnt.get(key)
-    if not segment.master or key == "step" or (learnt is not None and value.dtype == learnt.dtype):
-        return value.dtype
-    return torch.float32 if value.dtype.is_floating_point else value.dtype
-
-
-def _loaded_dtype(key: Any, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
-    """The dtype that `Optimizer.load_state_dict` gives to state, of the tensor that the class steps on."""
-    if key == "step":
-        return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
-    dtype = torch.float32 if segment.master else segment.parameter.dtype
-    return dtype if dtype.is_floating_point else value.dtype
-
-
-def _as_loaded(key: Any, value: Any, segment: Segment, group: dict[str, Any]) -> Any:
-    """A copy of `value`, with tensors within it in the dtypes that `Optimizer.load_state_dict` gives to them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device="cpu", dtype=_loaded_dtype(key, value, segment, group), copy=True)
-    if isinstance(value, dict):
-        return {name: _as_loaded(name, item, segment, group) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, deque)):
-        return type(value)(_as_loaded(None, item, segment, group) for item in value)
-    return copy.deepcopy(value)
 
 
 def is_shared(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ import torch
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
 from swapper.io.host_memory import bytes_of
 
-__all__ = ["agreed", "exchanged", "gathered_by_first", "process_group", "rank_count", "rank_of_process"]
+__all__ = ["agreed", "exchanged", "gathered_by_first", "of_all", "process_group", "rank_count", "rank_of_process"]
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +174,17 @@ def exchanged(value: _T) -> list[_T]:
             "the same order, with the same settings"
         )
     return values
+
+
+def of_all(here: bool, together: bool = True) -> bool:
+    """True if `here` is, on all ranks. Collective, as `agreed`, within which nothing is asked: then it is `here`.
+
+    Raises:
+        SwapError: as for `exchanged`.
+    """
+    if not together or getattr(_within, "another", False):
+        return here
+    return all(exchanged(here))
 
 
 def gathered_by_first(value: _T) -> list[_T]:
