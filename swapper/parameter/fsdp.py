@@ -13,6 +13,12 @@ whole record, until the method returns. At any other time, as in a state dict, t
 others are, whose values come. `AccessOrder` learns the order of the uses, with all prefetching that FSDP2 is told to
 do.
 
+[Note: what cannot be read for an all-gather] The other ranks are in that all-gather, or on their way to it, and would
+wait for a rank that raises. So it goes on, with NaN for its shards, and raises where all ranks meet next: at the end of
+the outermost forward of FSDP2, before anybody has what it returns, or of the backward, as `raised_by_all` does. There
+the ranks tell each other how it went, on the host. Where they cannot (NCCL without gloo), or not all of them have the
+model, a rank raises at once and alone.
+
 These are private names of torch. Both classes are replaced on the objects, by subclasses of theirs, and `check_names`
 compares what is used here, and who else uses it, with what this was written for.
 """
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import types
 import weakref
@@ -28,8 +35,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 
 from swapper.errors import ConfigError, SwapError
+from swapper.storage.agreement import agreed, tells_on_host
+from swapper.storage.backward_agreement import have_all_ranks, raised_by_all
 from swapper.tensors.evicted_views import viewed_by
 from swapper.tensors.hollow import answers_for
 from swapper.tensors.homes import home_of
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner, ParameterUse
 
 __all__ = ["Shard", "SwappedGroups", "check_groups", "prepare_groups", "sharded_parameters", "shards_of"]
+
+log = logging.getLogger(__name__)
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _MODULES = ("_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fsdp_collectives", "_fully_shard")
@@ -54,6 +66,9 @@ _READS = "_swapper_reads"
 
 _SHARD = "_swapper_shard"
 """Name of the attribute of an `FSDPParam` with the local tensor that was swapped."""
+
+_AGREES, _FAILURE = "_swapper_agrees", "_swapper_failure"
+"""Names of attributes of an `FSDPState`: all ranks agree when it ends a forward; what has failed in that so far."""
 
 _GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
 """Names of the attributes of an `FSDPParam` with what modules may have instead of the shard."""
@@ -186,19 +201,34 @@ def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
 class _Reads:
     """The use of a group's record while FSDP2 reads it."""
 
-    def __init__(self, owner: ParameterOwner, group: Any) -> None:
+    def __init__(self, owner: ParameterOwner, group: Any, state: Any) -> None:
         self._owner = owner
         self._group = weakref.ref(group)
-        self._running = False
+        self._state = weakref.ref(state)
+        self._running = self._is_lost = False
         self._use: ParameterUse | None = None
 
     def __enter__(self) -> None:
         self._end()  # What Ctrl-C has left.
-        self._running = True
+        self._running, self._is_lost = True, False
+        if _is_in_backward() and tells_on_host():
+            with raised_by_all(self._parameter()):  # On all ranks: to agree when it ends.
+                pass
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         self._running = False
-        self._end()
+        try:
+            self._end()
+        except Exception as error:
+            if kind is not None:
+                raise
+            self._postpone(error)
+
+    def _parameter(self) -> torch.Tensor:
+        group = self._group()
+        assert group is not None
+        parameter: torch.Tensor = group.fsdp_params[0].sharded_param
+        return parameter
 
     def _end(self) -> None:
         if (use := self._use) is None:
@@ -210,11 +240,33 @@ class _Reads:
             raise
         self._use = None  # Last: to end it again changes nothing.
 
-    def attach(self) -> None:
-        """Have the shards in memory until the method of FSDP2 that is running returns, if one is."""
+    def attach(self) -> bool:
+        """Have the shards in memory until the method of FSDP2 that is running returns, if one is.
+
+        Returns:
+            False if they cannot be read, which all ranks raise later: [Note: what cannot be read for an all-gather].
+        """
         if self._running and self._use is None and (group := self._group()) is not None:
             self._use = self._owner.use_of(param.sharded_param for param in group.fsdp_params)
-            self._owner.begin(self._use)
+            try:
+                self._owner.begin(self._use)
+            except Exception as error:
+                self._postpone(error)
+                self._is_lost = True
+        return not self._is_lost
+
+    def _postpone(self, error: Exception) -> None:
+        """Have `error` raised where all ranks meet next. If they do not, or it is a mistake of all, raise it now."""
+        if isinstance(error, ConfigError) or not tells_on_host():
+            raise error
+        if _is_in_backward():
+            with raised_by_all(self._parameter()):
+                raise error
+        elif (root := _outermost(self._state())) is not None and vars(root)[_AGREES]():
+            vars(root).setdefault(_FAILURE, error)
+        else:
+            raise error
+        log.warning("what FSDP2 gathers is lost on this rank, and all ranks raise when they meet: %s", repr(error))
 
 
 class SwappedGroups:
@@ -222,19 +274,32 @@ class SwappedGroups:
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[Any]] = []
+        self._states: list[weakref.ref[Any]] = []
+        self._hooks: list[Any] = []
 
     def take(self, model: torch.nn.Module, owner: ParameterOwner) -> None:
         """Have FSDP2 ask `owner`, which may not have the records yet."""
-        for group in _groups_of(model):
+        states = _states_of(model)
+        found = [(state, group) for state in states for group in _groups_of_state(state)]
+        for state, group in found:
             if _READS in vars(group):  # Another owner's, of a part of the model.
                 continue
             self._groups.append(weakref.ref(group))
-            reads = vars(group)[_READS] = _Reads(owner, group)
+            reads = vars(group)[_READS] = _Reads(owner, group, state)
             for param in group.fsdp_params:
                 vars(param)[_READS] = reads
                 vars(param)[_SHARD] = local_of(param.sharded_param)
                 param.__class__ = _param_class()
             group.__class__ = _group_class()
+        for state in states if self._groups else ():
+            if _AGREES not in vars(state) and len(state._modules) == 1:  # FSDP2 takes no other as the outermost.
+                vars(state)[_AGREES] = self._have_all_ranks
+                self._states.append(weakref.ref(state))
+                after = functools.partial(_after_forward, weakref.ref(state))
+                self._hooks.append(state._modules[0].register_forward_hook(after))
+
+    def _have_all_ranks(self) -> bool:
+        return have_all_ranks(param.sharded_param for param in _params_of(self._living()))
 
     def drop_flat(self) -> None:
         """Free the memory of shards that are evicted."""
@@ -245,6 +310,10 @@ class SwappedGroups:
 
     def restore(self) -> None:
         """Undo what was done to groups whose values are all in memory; those of others raise when they are used."""
+        for hook in self._hooks:
+            hook.remove()
+        for state in filter(None, (reference() for reference in self._states)):
+            vars(state).pop(_AGREES, None)
         for group in self._living():
             group.__class__ = _fsdp("_fsdp_param_group").FSDPParamGroup
             del vars(group)[_READS]
@@ -261,7 +330,7 @@ class SwappedGroups:
                         dim, size = param.fsdp_placement.dim, param.padded_sharded_param_size
                         length = local.size(dim) if local.numel() else 0
                         local.data = flat.view(size).narrow(dim, 0, length)  # The same: state dicts have views of it.
-        self._groups = []
+        self._groups, self._states, self._hooks = [], [], []
 
     def _living(self) -> Iterator[Any]:
         for reference in self._groups:
@@ -302,7 +371,8 @@ def _shard_of(param: Any) -> torch.Tensor:
 def _get_flat(param: Any) -> torch.Tensor:
     local = _shard_of(param)
     if home_of(local) is not None:
-        vars(param)[_READS].attach()
+        if not vars(param)[_READS].attach():
+            return _lost_flat_of(param, local)
     elif (flat := vars(param).get(_FLAT)) is not None:  # It stays in memory, or was given to FSDP2 later.
         kept: torch.Tensor = flat
         return kept
@@ -323,6 +393,35 @@ def _flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
             dim = param.fsdp_placement.dim
             flat.narrow(dim, 0, local.size(dim)).copy_(local)
         return flat.view(-1)
+
+
+def _lost_flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
+    """What an all-gather copies of a shard that cannot be read."""
+    lost = float("nan") if local.dtype.is_floating_point or local.dtype.is_complex else 0
+    return torch.full(param.padded_sharded_param_size, lost, dtype=local.dtype, device=local.device).view(-1)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _outermost(state: Any) -> Any:
+    """The state of the outermost module of the forward that is going on, if all ranks agree at its end; else None."""
+    root = None if state is None else state._state_ctx.iter_forward_root
+    return None if root is None or _AGREES not in vars(root) else root
+
+
+@_disable_dynamo
+def _after_forward(reference: weakref.ref[Any], *_: object) -> None:
+    """A forward hook, after that of FSDP2: have all ranks raise what has failed on one in the outermost forward."""
+    state = reference()
+    # A forward within one of FSDP2 has an outermost one; what is computed again in a backward is part of that.
+    if state is None or _is_in_backward() or state._state_ctx.iter_forward_root is not None:
+        return
+    failure = vars(state).pop(_FAILURE, None)
+    with agreed(tells_on_host() and vars(state)[_AGREES]()):
+        if failure is not None:
+            raise failure
 
 
 def _reset_sharded_param(param: Any) -> None:
@@ -418,6 +517,7 @@ def check_names() -> None:
             param.reset_sharded_param: ["self"],
             group.lazy_init: ["self"],
         }
+        _ = modules[2].FSDPStateContext().iter_forward_root
     except (KeyError, AttributeError) as error:
         _refuse_torch(str(error))
     for function, expected in signatures.items():

@@ -21,7 +21,16 @@ import torch
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
 from swapper.io.host_memory import bytes_of
 
-__all__ = ["agreed", "exchanged", "gathered_by_first", "of_all", "process_group", "rank_count", "rank_of_process"]
+__all__ = [
+    "agreed",
+    "exchanged",
+    "gathered_by_first",
+    "of_all",
+    "process_group",
+    "rank_count",
+    "rank_of_process",
+    "tells_on_host",
+]
 
 log = logging.getLogger(__name__)
 
@@ -122,17 +131,30 @@ def _gloo_of_all() -> Any:
     default: Any = torch.distributed.group.WORLD
     if (known := _gloos.get(default)) is not None:
         return known
-    try:
-        backend = default._get_backend(torch.device("cpu"))
-    except RuntimeError:  # It is of devices alone.
-        return None
-    if backend.name() != "gloo":
+    if (backend := _gloo_in(default)) is None:
         return None
     c10d: Any = torch.distributed.distributed_c10d
     store = c10d.PrefixStore("swapper", c10d._get_default_store())
     timeout = getattr(getattr(backend, "options", None), "_timeout", c10d.default_pg_timeout)
     gloo = _gloos[default] = c10d.ProcessGroupGloo(store, default.rank(), default.size(), timeout)
     return gloo
+
+
+def _gloo_in(group: Any) -> Any:
+    """The gloo backend of a process group; None if it has none."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # It is of devices alone.
+        return None
+    return backend if backend.name() == "gloo" else None
+
+
+def tells_on_host() -> bool:
+    """True if the ranks tell each other by gloo, and so without waiting for an accelerator. Asks nobody."""
+    if not _is_distributed():
+        return False
+    group, _ = _members()
+    return _gloo_in(torch.distributed.group.WORLD if group is None else group) is not None
 
 
 def _is_distributed() -> bool:
