@@ -69,7 +69,8 @@ class Shared:
     _counting: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
-        run = _introduce(config)  # First: all ranks take part in it, whatever fails on one of them afterwards.
+        # First: all ranks take part in it, whatever fails on one of them afterwards.
+        run, meeting = _introduce(config)
         self._config = config  # Kept, so that its id stays its own.
         self._joined: dict[int, weakref.ref[OffloadConfig]] = {}  # by id, which another has once they are gone
         self._holders = 0
@@ -77,14 +78,17 @@ class Shared:
         self._ended = False  # The last holder has gone.
         self.held_bytes = 0
         self._wanted_bytes = 0
-        self._engines = Engines(config)
-        self.handles = self._engines.handles
         self._direct: Engines | None = None
         with ExitStack() as undo:
-            undo.callback(self._engines.close)
-            # The store comes first: an error of a path is raised before memory is taken.
-            verify = config.verify == "crc32c"
-            self.store = TensorStore(config.nvme_paths, run, _rank(), self.handles, verify=verify)
+            with meeting:
+                self._engines = Engines(config)
+                self.handles = self._engines.handles
+                undo.callback(self._engines.close)
+                # The store comes first: an error of a path is raised before memory is taken.
+                verify = config.verify == "crc32c"
+                self.store = TensorStore(
+                    config.nvme_paths, run, _rank(), self.handles, verify=verify, before_measuring=meeting.meet
+                )
             undo.callback(self.store.close)
             self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
             undo.pop_all()
@@ -478,15 +482,42 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _introduce(config: OffloadConfig) -> str:
+class _Meeting:
+    """Has all ranks measure their drives at once, as they use them: those of one host may share some.
+
+    Within it a rank meets the others before it measures. One that measures nothing, or fails before, meets them at its
+    end, so that nobody waits for it.
+
+    Args:
+        is_held: some rank measures drives.
+    """
+
+    def __init__(self, is_held: bool) -> None:
+        self._is_held = is_held
+
+    def meet(self) -> None:
+        """Wait for all ranks. The second time return at once."""
+        is_held, self._is_held = self._is_held, False
+        if is_held:
+            exchanged(None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):  # Not after Ctrl-C: the others may be anywhere.
+            self.meet()
+
+
+def _introduce(config: OffloadConfig) -> tuple[str, _Meeting]:
     """Let all ranks know of this process, and say what those of one host take of it together.
 
     Returns:
-        A name that no other run has; the same on all ranks, where rank 0 chooses it.
+        A name that no other run has; the same on all ranks, where rank 0 chooses it. And where they meet to measure.
     """
     host = f"{socket.gethostname()} {boot_id()}"
-    ranks = exchanged((secrets.token_hex(6), host, rank_of_process(), config.pool_bytes))
-    here = [(rank, pool_bytes) for _, of, rank, pool_bytes in ranks if of == host]
+    ranks = exchanged((secrets.token_hex(6), host, rank_of_process(), config.pool_bytes, len(config.nvme_paths) > 1))
+    here = [(rank, pool_bytes) for _, of, rank, pool_bytes, _ in ranks if of == host]
     if len(here) > 1 and here[0][0] == rank_of_process():
         pools_bytes = sum(pool_bytes for _, pool_bytes in here)
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -499,4 +530,4 @@ def _introduce(config: OffloadConfig) -> str:
             format_bytes(memory_bytes),
             ": pool_bytes is of each process, lower it" if is_much else "",
         )
-    return ranks[0][0]
+    return ranks[0][0], _Meeting(any(measures for *_, measures in ranks))

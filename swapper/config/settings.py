@@ -332,9 +332,9 @@ class OffloadConfig(Section, frozen=True):
 
     nvme_path: Annotated[NvmePath | None, BeforeValidator(_parse_nvme_path)] = None
     """A directory on the drive to swap to, or a list of directories on several drives, whose bandwidths add up: each
-    gets a part of the bytes in proportion to its speed, which is measured at the start. They must exist; `~` is your
-    home; a relative path is relative to the working directory. Needed by device "nvme"; and, of weights that stay in
-    files (`swapper.offload(..., weights=PATH)`, `swapper.from_pretrained`), by `copy_on_write`. Default: null."""
+    gets a part of the bytes in proportion to its speed, which all ranks measure at the start, at once. They must exist;
+    `~` is your home; a relative path is relative to the working directory. Needed by device "nvme" and, of weights that
+    stay in files (`swapper.offload(..., weights=PATH)`, `from_pretrained`), by `copy_on_write`. Default: null."""
 
     pool_bytes: Size = 1 << 30
     """Page-locked host memory for everything on its way to or from the drive, allocated once. At least three

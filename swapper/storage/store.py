@@ -72,6 +72,7 @@ class TensorStore:
         rank: this process's rank.
         handles: one for each path does its transfers, so that no drive waits for another. Must outlive the store.
         verify: keep a checksum of every block that is written, in memory, and check what is read against it.
+        before_measuring: called before speeds are measured, if they are, as to wait for other ranks.
 
     Attributes:
         first_writes: writes some bytes of which went to places on a drive that had never been written.
@@ -90,11 +91,11 @@ class TensorStore:
         handles: Sequence[AsyncIOHandle],
         *,
         verify: bool = False,
+        before_measuring: Callable[[], None] = lambda: None,
     ) -> None:
         nvme_paths = [Path(os.path.abspath(path)) for path in nvme_paths]  # The program may change its directory.
         check_nvme_paths(nvme_paths)
-        self._verify = verify
-        self._pid = os.getpid()
+        self._verify, self._pid = verify, os.getpid()
         # Below a block a share is not even a request.
         self._unit_bytes = max([STRIPE_BYTES, *(handle.block_bytes for handle in handles)])
         self._drives: list[Drive] = []
@@ -102,8 +103,7 @@ class TensorStore:
         self._unreserved: dict[RecordKey, None] = {}  # records whose files may still take free space
         self._tokens = itertools.count()
         self._counting = threading.Lock()  # Caches start writes in threads of their own.
-        self.first_writes = 0
-        self.overwrites = 0
+        self.first_writes = self.overwrites = 0
         self._pinned: WeakSet[Pinned] = WeakSet()
         self._finalizer = finalizer(self, _close, self._drives, self._records, self._pinned, self._pid)
         try:
@@ -113,6 +113,7 @@ class TensorStore:
                     directory, lock = make_run_directory(path, run, rank)
                     self._drives.append(Drive(directory, [lock], handle))
             if len(self._drives) > 1:
+                before_measuring()
                 for drive, speed in zip(self._drives, measure_speeds(self.directories, handles), strict=True):
                     drive.bps = speed.bps
         except BaseException:  # Ctrl-C too.
@@ -194,8 +195,7 @@ class TensorStore:
         Raises:
             NvmePathError: the message shows the sums.
         """
-        needed = [0] * len(self._drives)
-        count = 0
+        needed, count = [0] * len(self._drives), 0
         for key in keys:
             count += 1
             for part in self._records[key].parts:
