@@ -47,13 +47,20 @@ from swapper.tensors.evicted_gradients import (
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of, refuse_foreach_on_one_memory
-from swapper.tensors.reduced import is_of_fsdp
+from swapper.tensors.reduced import is_of_fsdp, reduces_what_is_unused
 from swapper.tensors.sharded import is_sharded
 from swapper.tensors.thread_counts import is_of_autograd, program_thread_count
 
 __all__ = ["CANNOT_GO_WITH", "Arrivals", "BackwardSteps"]
 
 _Options = dict[str, Any]
+
+_REDUCED_BEFORE = (
+    "FSDP2 has reduced gradients of this parameter more than once in a backward, and with step_in_backward it was "
+    "stepped, or counted, with the first: after set_reduce_scatter_unused_params(True) it reduces zeros for a module "
+    "that is used several times in a forward, before its gradient is there. Call "
+    "set_reduce_scatter_unused_params(False, recurse=False) on that module, or use step_in_backward: false"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -270,6 +277,8 @@ class BackwardSteps:
     def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Raises `SwapError`, as FSDP2 would add to values that are gone: see `bring_back`."""
         with raised_by_all(parameter, self.fail_with_others):
+            if reduces_what_is_unused(sys._getframe()):
+                raise SwapError(_REDUCED_BEFORE)
             return self.bring_back(parameter)
         return None
 
@@ -378,7 +387,17 @@ class BackwardSteps:
         refuse_in_graph(self._plan.device)
         processes = rank_count()
         # FSDP2 says when a gradient is reduced: see `Arrivals`.
-        if processes > 1 and not all(is_sharded(p) for p in parameters_of(optimizer) if p.requires_grad):
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad] if processes > 1 else []
+        others = [p for p in trained if not is_sharded(p)]
+        if others and len(others) < len(trained):
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} parameters that FSDP2 does not have beside others that it has: {len(others)} of "
+                f"{len(trained)}, the first of shape {tuple(others[0].shape)}, are no DTensors, as of ignored_params. "
+                "Each process has a gradient of its own for them, and it is averaged, if at all, after it has arrived. "
+                "Call fully_shard on the model that has them, give them an optimizer of their own without it, or use "
+                "step_in_backward: false"
+            )
+        if others:
             raise ConfigError(
                 f"{CANNOT_GO_WITH} DistributedDataParallel: {processes} processes train together, and a gradient "
                 "is averaged only after it has arrived; use step_in_backward: false"
@@ -408,6 +427,8 @@ class BackwardSteps:
         )
 
     def _too_many(self) -> str:
+        if reduces_what_is_unused(sys._getframe()):
+            return _REDUCED_BEFORE
         passes = self._plan.gradient_accumulation_steps
         if not self._window.stepped:
             return (

@@ -17,7 +17,14 @@ import torch
 
 from swapper.errors import ConfigError
 
-__all__ = ["adds_in_place", "check_reduction", "has_memory_alone", "is_of_fsdp", "is_reduction"]
+__all__ = [
+    "adds_in_place",
+    "check_reduction",
+    "has_memory_alone",
+    "is_of_fsdp",
+    "is_reduction",
+    "reduces_what_is_unused",
+]
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _FILE = "_fsdp_collectives.py"
@@ -31,6 +38,18 @@ _USED = {"sharded_param", "grad", "_local_tensor", "_post_accumulate_grad_hooks"
 def is_of_fsdp(caller: FrameType | None) -> bool:
     """True if FSDP2 calls a hook, as it does when a gradient is final; autograd itself is no Python code."""
     return caller is not None and caller.f_globals.get("__name__", "").startswith("torch.distributed.fsdp.")
+
+
+def reduces_what_is_unused(frame: FrameType | None) -> bool:
+    """True if `frame` is within a reduction of a group whose unused parameters FSDP2 reduces, as zeros, too.
+
+    It does so whenever the backward of one use of their module is over, also if that of another is still to come.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "post_backward" and is_of_fsdp(frame):
+            return bool(getattr(frame.f_locals.get("self"), "reduce_scatter_unused_params", False))
+        frame = frame.f_back
+    return False
 
 
 def is_reduction(code: CodeType) -> bool:

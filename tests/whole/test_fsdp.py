@@ -635,6 +635,70 @@ def are_refused(rank: int, directory: str) -> None:
         swapper.wrap_optimizer(torch.optim.SGD([nn.Parameter(partial)]), config_of(directory))
 
 
+class Twice(nn.Module):
+    """One layer is used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.once = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.again(self.once(torch.tanh(self.again(x)))).sum()
+        return out
+
+
+def twice(directory: str, passes: int = 1, ignored: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net: Any = Twice()
+    for each in (net.again, net.once):
+        fully_shard(each)
+    if ignored:
+        net.register_parameter("free", nn.Parameter(torch.ones(64, 3)))
+        fully_shard(net, ignored_params={net.free})
+    else:
+        fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    swapper.wrap_optimizer(optimizer, config_of(directory, in_backward=True, gradient_accumulation_steps=passes))
+    return net, optimizer
+
+
+def refuse_what_is_reduced_otherwise(rank: int, directory: str) -> None:
+    """What FSDP2 reduces more than once in a backward, or not at all, is said, and what to do is true."""
+    x = torch.ones(2, 64)
+    net, optimizer = twice(directory)
+    net.set_reduce_scatter_unused_params(True)
+    with pytest.raises(swapper.SwapError, match=r"set_reduce_scatter_unused_params.*used several times"):
+        net(x).backward()
+    swapper.of(optimizer).close()
+    net, optimizer = twice(directory, 2)
+    net.set_reduce_scatter_unused_params(True)
+    with pytest.raises(swapper.SwapError, match=r"set_reduce_scatter_unused_params.*used several times"):
+        for _ in range(2):
+            net(x).backward()
+    swapper.of(optimizer).close()
+    found = []
+    for swapped in (False, True):  # What the error says.
+        net, optimizer = twice(directory)
+        optimizer = optimizer if swapped else swapper.unwrap_optimizer(optimizer)
+        net.set_reduce_scatter_unused_params(True)
+        net.again.set_reduce_scatter_unused_params(False, recurse=False)
+        for _ in range(2):
+            net(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([local(p).detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+    swapper.of(optimizer).close()
+    match = r"FSDP2 does not have beside others.*1 of 5.*\(64, 3\)"
+    with pytest.raises(swapper.ConfigError, match=match) as raised:
+        twice(directory, ignored=True)
+    assert "DistributedDataParallel" not in str(raised.value)
+
+
+def test_reductions_that_a_step_in_backward_cannot_go_with_are_named(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(refuse_what_is_reduced_otherwise, str(nvme_path))
+
+
 def misuse_steps_in_backward(rank: int, directory: str) -> None:
     def backward(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
         net(torch.ones(2, 33)).backward()
