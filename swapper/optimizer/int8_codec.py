@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from swapper.io import _native
+from swapper.io.bf16_codec import RoundingKey
 from swapper.io.host_memory import require_on_host
-from swapper.optimizer.bf16_codec import RoundingKey
 
 __all__ = ["BLOCK_NUMEL", "blocks_of", "decode_int8", "encode_int8"]
 

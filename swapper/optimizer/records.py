@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.errors import SwapIOError
+from swapper.io.bf16_codec import RoundingKey
 from swapper.io.checksums import checksum, join_checksums
 from swapper.metrics import Metrics
-from swapper.optimizer.bf16_codec import RoundingKey
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
 from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
 from swapper.optimizer.state_codec import EncodedState, decode_state, encode_state

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
+from swapper.io.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.int8_codec import blocks_of, decode_int8, encode_int8
 from swapper.optimizer.segments import Memory, StateLocation
 

@@ -30,10 +30,10 @@ import swapper
 from swapper.checkpoint.export import export_checkpoint
 from swapper.checkpoint.index import with_checksum
 from swapper.checkpoint.plain_import import import_checkpoint
+from swapper.io.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.io.checksums import checksum
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer import state_codec
-from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.int8_codec import decode_int8
 from swapper.optimizer.native_parts import TOKEN_NUMEL
 from swapper.optimizer.probe import StateSpec

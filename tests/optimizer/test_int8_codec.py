@@ -10,7 +10,7 @@ import torch
 from encoded_state import rounded
 from training import same_bits
 
-from swapper.optimizer.bf16_codec import RoundingKey
+from swapper.io.bf16_codec import RoundingKey
 from swapper.optimizer.int8_codec import blocks_of, decode_int8, encode_int8
 
 KEY = RoundingKey("exp_avg", 1, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from swapper.optimizer.bf16_codec import RoundingKey
+from swapper.io.bf16_codec import RoundingKey
 
 __all__ = ["LARGE_NUMEL", "Reference", "philox", "random_bits", "rounded"]
 

@@ -17,7 +17,7 @@ from swapper.io.host_memory import require_on_host
 __all__ = ["RoundingKey", "decode_bf16", "encode_bf16"]
 
 SEED = 0
-"""Of the random bits of all state. They differ by step, parameter, name and element."""
+"""Of the random bits of all state and gradients. They differ by step, parameter, name and element."""
 
 _MASK = (1 << 32) - 1
 
@@ -26,7 +26,7 @@ class RoundingKey(NamedTuple):
     """The key of the random bits, which else depend only on the index of the element.
 
     Attributes:
-        name: of the tensor in the state.
+        name: of the tensor in the state, or of a gradient's pass.
         step: of the optimizer; only its lowest 32 bits count.
         parameter: its number; the same.
         seed: 32 bits.
