@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,8 +34,9 @@ from pydantic import (
 from swapper.config.deepspeed import translate
 from swapper.config.encoding import Encoding
 from swapper.config.files import check_suffix, prefixed, read_mapping
+from swapper.config.nvme_path import NvmePath, NvmePathLike, parse_nvme_path
 from swapper.config.section import Section
-from swapper.errors import ConfigError, path_given, show
+from swapper.errors import ConfigError, path_given
 from swapper.sizes import format_size, parse_size
 
 __all__ = [
@@ -78,49 +79,9 @@ Size = Annotated[
 """Bytes. An integer or a string such as "64MiB"; always an integer once validated."""
 
 
-def _parse_nvme_path(value: object) -> Path | tuple[Path, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)):
-        return _parse_directory(value)
-    paths = tuple(_parse_directory(item) for item in value)
-    if not paths:
-        raise ConfigError("[] names no directory; write a directory on the drive, or null for none")
-    for i, path in enumerate(paths):
-        if path in paths[:i]:
-            raise ConfigError(f"{show(str(path))} is there twice; name each drive once")
-    return paths if len(paths) > 1 else paths[0]
-
-
-def _parse_directory(value: object) -> Path:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str):
-        raise ConfigError(f"{show(value)} is not a path; write a directory on the drive, such as /local_nvme")
-    if not text.strip() or "\0" in text:
-        raise ConfigError(f"{show(text)} is not a path; write a directory on the drive, or null for none")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{show(text)}: there is no such user's home here; write the path in full") from None
-
-
 def _parse_switch(value: object) -> object:
     """YAML takes a plain `on` for true, and `off` for false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-NvmePath = Annotated[
-    Path | tuple[Path, ...],
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
-            ]
-        }
-    ),
-]
-NvmePathLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 # --- The models ------------------------------------------------------------------------------------------------------
@@ -330,7 +291,7 @@ class OffloadConfig(Section, frozen=True):
 
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
-    nvme_path: Annotated[NvmePath | None, BeforeValidator(_parse_nvme_path)] = None
+    nvme_path: Annotated[NvmePath | None, BeforeValidator(parse_nvme_path)] = None
     """A directory on the drive to swap to, or a list of directories on several drives, whose bandwidths add up: each
     gets a part of the bytes in proportion to its speed, which all ranks measure at the start, at once. They must exist;
     `~` is your home; a relative path is relative to the working directory. Needed by device "nvme" and, of weights that
