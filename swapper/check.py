@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.config.settings import BUCKETS_IN_POOL
 from swapper.errors import ConfigError
-from swapper.gradient.records import can_leave
-from swapper.gradient.records import needs_of as gradient_needs_of
+from swapper.gradient.records import can_leave, can_round, file_bytes
 from swapper.optimizer.device_slots import SLOTS
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.parameter.candidates import tensors_of
@@ -73,7 +72,8 @@ class CheckReport:
         int8_numel: those of them that are int8; the others are bf16.
         packed_numel: elements of state that are packed on the drive, which loses nothing.
         encoding_reason: why `encoding: exact` packs them, or does not; "" where it has not to choose.
-        gradient_bytes: gradients that do not stay in memory, or on the GPU.
+        gradient_bytes: gradients that do not stay in memory, or on the GPU, as stored.
+        rounded_gradient_numel: elements of them that are rounded to bf16.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
         pool_bytes: the most that the pool would take. It takes what records and scratch need, if that is less.
@@ -119,6 +119,7 @@ class CheckReport:
     int8_numel: int = 0
     packed_numel: int = 0
     encoding_reason: str = ""
+    rounded_gradient_numel: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -146,6 +147,8 @@ class CheckReport:
             rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
         if self.gradient_bytes:
             rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
+            if self.rounded_gradient_numel:
+                rows[4:4] = [("  of it rounded to bf16, which is lossy", f"{self.rounded_gradient_numel:,} values")]
         if self.parameter_bytes:
             rows[3:3] = [("parameters that are moved away", format_bytes(self.parameter_bytes))]
         if self.device_bytes:
@@ -185,7 +188,9 @@ def make_report(
     check_direct(plans, parameters, settings)
     state_bytes = sum(plan.stored_bytes for plan in plans)
     all_parts = [plan.gradient_parts() if plan.moves_gradients else [] for plan in plans]
-    gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
+    rounds = settings.offload_gradient.encoding != "exact"
+    leaving = [[(p, start, stop) for _, p, start, stop in parts if can_leave(p)] for parts in all_parts]
+    gradient_bytes = [sum(file_bytes(*part, rounds) for part in parts) for parts in leaving]
     parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
 
     device_bytes = 0
@@ -237,7 +242,7 @@ def make_report(
         stays_bytes = settings.offload_optimizer.resident_bytes + settings.offload_param.resident_bytes
         needed_bytes = max(needed_bytes, BUCKETS_IN_POOL * settings.bucket_bytes + stays_bytes)
     swapped = {} if parameters is None else parameters.where()
-    evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
+    evicted = {id(p) for parts in leaving for p, _, _ in parts}
     in_memory = [tensor for tensor in tensors_of(model) if tensor not in swapped]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
     model_bytes = sum(local_of(tensor).nbytes for tensor in in_memory)
@@ -270,6 +275,7 @@ def make_report(
         encoded_numel=sum(spec.numel for spec in specs if spec.is_rounded),
         int8_numel=sum(spec.numel for spec in specs if spec.encoding == "int8"),
         packed_numel=sum(spec.numel for spec in specs if spec.is_packed),
+        rounded_gradient_numel=rounds * sum(b - a for parts in leaving for p, a, b in parts if can_round(p)),
         encoding_reason=next((plan.encoding_reason for plan in plans), ""),
     )
 

@@ -17,8 +17,11 @@ from swapper.tensors.sharded import is_sharded
 
 __all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of", "tensors_of"]
 
-_ALIKE = ("offload_optimizer.device", "offload_optimizer.step_in_backward", "offload_gradient.device")
-"""Settings by which ranks have other collectives."""
+_ALIKE = (
+    *("offload_optimizer.device", "offload_optimizer.step_in_backward"),
+    *("offload_gradient.device", "offload_gradient.encoding"),
+)
+"""Settings by which ranks have other collectives, or shards of one gradient other bits."""
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -45,7 +48,7 @@ def as_config(
 
 
 def _refuse_different(settings: OffloadConfig) -> None:
-    """Refuse, on all ranks, what would let some wait for others in a step. Collective."""
+    """Refuse, on all ranks, what would let some wait for others in a step, or round otherwise. Collective."""
     ranks = exchanged([str(operator.attrgetter(name)(settings)).lower() for name in _ALIKE])
     for name, values in zip(_ALIKE, zip(*ranks, strict=True), strict=True):
         if len(set(values)) > 1:

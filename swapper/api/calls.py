@@ -390,7 +390,8 @@ def _swap_gradients(
     if needs.state is not None:
         limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
     store = shared.store if needs.gradients.stored else None
-    return made(lambda: GradientSwapper(*arguments, shared.pool, limit_bytes, store, release), release)
+    place_of = None if settings.offload_gradient.encoding == "exact" else of(optimizer).rounding_of
+    return made(lambda: GradientSwapper(*arguments, shared.pool, limit_bytes, store, release, place_of), release)
 
 
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:

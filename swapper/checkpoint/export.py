@@ -260,7 +260,7 @@ class _Export:
         for slot, name in enumerate(names):
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
-        steps = {} if state.saved.encoding in ("exact", "packed") else {STEPS: state.saved.encoded_steps}
+        steps = {STEPS: state.saved.encoded_steps} if state.saved.encoded_steps else {}
         return {**state.state_dict(found, names), **steps}
 
     def optimizers_by_name(self) -> dict[str, Any]:

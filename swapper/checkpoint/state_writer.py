@@ -283,7 +283,7 @@ class StateWriter:
         files: dict[RecordKey, RecordFile] = {}
         if records.plan.encodes:
             self.saved.encoding = records.plan.encodings  # type: ignore[assignment]
-            self.saved.encoded_steps = records.bucket_records.steps if records.plan.rounds else 0
+        self.saved.encoded_steps = records.bucket_records.steps if records.plan.counts_steps else 0
         slot_of = _slots(records, parameters)
         for bucket in records.plan.buckets:
             with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]

@@ -169,6 +169,11 @@ class OffloadGradientConfig(Section, frozen=True):
     hold them all; for a model on the CPU the same as "none", which is said. Gradients under 16 KiB stay where they are.
     Default and off: "none", where autograd puts them."""
 
+    encoding: Literal["exact", "bf16"] = "exact"
+    """How fp32 gradients are stored on the drive. "bf16" is lossy: each sum of micro-batches is rounded when it leaves,
+    at random so that its mean is right, and moves half the bytes; see docs/encodings.md. Gradients of another dtype,
+    and those that stay in memory, are exact. Needs device "nvme". Default and off: "exact"."""
+
 
 class OffloadParamConfig(Section, frozen=True):
     """Where parameters live while no module uses them."""
@@ -398,6 +403,12 @@ class OffloadConfig(Section, frozen=True):
                 f"offload_optimizer.encoding: {state.encodings} is for steps on the CPU, and "
                 "offload_optimizer.step_device: device steps on the accelerator; use step_device: auto or cpu, or "
                 "encoding: exact"
+            )
+        gradients = self.offload_gradient
+        if gradients.encoding != "exact" and gradients.device != "nvme":
+            yield (
+                f"offload_gradient.encoding: {gradients.encoding} has no use with offload_gradient.device: "
+                f"{gradients.device}, where gradients stay in memory; use device: nvme, or encoding: exact"
             )
         parameters = self.offload_param
         if (resident_bytes := parameters.device_resident_bytes) and parameters.device == "none":

@@ -14,6 +14,7 @@ from swapper.errors import SwapError
 from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
 from swapper.gradient.copies import GradientCopies
 from swapper.gradient.records import Gradient, GradientState, PartRecord
+from swapper.gradient.rounding import PlaceOf, decode_in_place, rounding_of
 from swapper.io.devices import Copy, keep_for_current_stream
 from swapper.metrics import Metrics
 from swapper.storage.agreement import agreed
@@ -44,11 +45,15 @@ class EvictedGradients:
         optimizer: the end of which closes this; None if nothing does. Only a weak reference is kept.
         pool: where buffers come from.
         store: where records go; None keeps them all in the pool.
+        place_of: what rounding depends on; None if nothing is rounded. See [Note: rounded gradients] in `rounding`.
     """
 
-    def __init__(self, optimizer: object | None, pool: BufferPool, store: TensorStore | None) -> None:
+    def __init__(
+        self, optimizer: object | None, pool: BufferPool, store: TensorStore | None, place_of: PlaceOf | None
+    ) -> None:
         self.metrics = Metrics()
         self._store = store
+        self._place_of = place_of
         self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         self._copies = GradientCopies()
         self._pid = os.getpid()
@@ -150,7 +155,10 @@ class EvictedGradients:
         try:
             lease, there = self._cache.take(part.key, part.length_bytes)
             assert there, part.key
-            uploaded, lease.transfer = upload(lease.view(0, part.numel, gradient.dtype))
+            view = lease.view(0, part.numel, gradient.dtype)
+            if gradient.rounds:
+                decode_in_place(view)
+            uploaded, lease.transfer = upload(view)
         finally:
             self._cache.release(part.key)  # The memory goes to nobody else before the copy is over.
         return uploaded, list(gradient.changes)
@@ -260,13 +268,23 @@ class EvictedGradients:
         """Call `change` with each of `parts` and its buffer, 1-D. If that is cut off, the gradient is LOST."""
         try:
             for part in parts:
-                lease, _ = self._cache.take(part.key, part.length_bytes)
-                change(part, lease.view(0, part.numel, gradient.dtype))
-                self._cache.put(part.key, part.length_bytes)
+                lease, there = self._cache.take(part.key, part.length_bytes)
+                view = lease.view(0, part.numel, gradient.dtype)
+                if there and gradient.rounds:
+                    decode_in_place(view)
+                change(part, view)
+                self._cache.put(part.key, self._rounded(gradient, part, view))
         except BaseException as error:
             self._cache.recover()
             gradient.mark_lost(error)
             raise
+
+    def _rounded(self, gradient: Gradient, part: PartRecord, view: torch.Tensor) -> int:
+        """Round `view`, the values of `part`, if its gradient is rounded. Returns how many bytes are to be written."""
+        parameter = gradient.parameter()
+        if not gradient.rounds or self._place_of is None or parameter is None:
+            return part.length_bytes
+        return rounding_of(self._place_of, gradient, part, parameter).encode_in_place(view)
 
     def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
         gradient = self._of(p)
@@ -365,6 +383,8 @@ class EvictedGradients:
             lease, there = self._cache.take(part.key, part.length_bytes)
             assert there or gradient.state is GradientState.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
+            if there and gradient.rounds:
+                decode_in_place(view)
             with modes_kept():
                 set_grad_mode(False)
                 self._complete(gradient, view)
@@ -411,7 +431,7 @@ class EvictedGradients:
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
                 self._cache.discard(part.key)
-        gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
+        gradient.arrived, gradient.rounded, gradient.norm, gradient.changes, gradient.cause = 0, 0, None, [], None
         gradient.state = to
         if to is GradientState.IN_MEMORY:
             gradient.handed, gradient.kept = None, ""

@@ -30,6 +30,8 @@ __all__ = [
     "GradientState",
     "PartRecord",
     "can_leave",
+    "can_round",
+    "file_bytes",
     "fitting",
     "needs_of",
     "record_bytes",
@@ -56,12 +58,16 @@ class GradientState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class PartRecord:
-    """The record of the part of a gradient that one bucket steps on; bounds in elements in memory order."""
+    """The part of a gradient that one bucket steps on, and its record; in elements in memory order.
+
+    Its buffer has `length_bytes`. What is stored of it has `file_bytes`: half, if it is rounded.
+    """
 
     start: int
     stop: int
     key: RecordKey
     length_bytes: int
+    file_bytes: int
 
     @property
     def numel(self) -> int:
@@ -78,6 +84,8 @@ class Gradient:
         layout: strides of the parameter; a gradient that lies otherwise is not taken.
         parts: in order, without holes.
         stride: as it arrived.
+        rounds: it is rounded to bf16 on its way to the drive. See [Note: rounded gradients] in `rounding`.
+        rounded: how often that was since it was begun.
         arrived: micro-batches in it.
         stays: it was in memory before the backward that is going on.
         left: another optimizer takes it when it arrives.
@@ -94,6 +102,8 @@ class Gradient:
     layout: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    rounds: bool = False
+    rounded: int = 0
     parts: list[PartRecord] = field(default_factory=list)
     state: GradientState = GradientState.IN_MEMORY
     stride: tuple[int, ...] = ()
@@ -189,5 +199,16 @@ def can_leave(p: torch.nn.Parameter) -> bool:
 
 
 def record_bytes(p: torch.nn.Parameter, start: int, stop: int) -> int:
-    """Length of the record of that part of the gradient of `p`."""
+    """Length of the buffer of that part of the gradient of `p`."""
     return round_up((stop - start) * p.dtype.itemsize, PAGE_BYTES)
+
+
+def can_round(p: torch.nn.Parameter) -> bool:
+    """Return True if the gradient of `p` is rounded where gradients are."""
+    return p.dtype is torch.float32
+
+
+def file_bytes(p: torch.nn.Parameter, start: int, stop: int, rounds: bool) -> int:
+    """Length of the file of that part of the gradient of `p`, if those that can be are rounded, or not."""
+    itemsize = torch.bfloat16.itemsize if rounds and can_round(p) else p.dtype.itemsize
+    return round_up((stop - start) * itemsize, PAGE_BYTES)

@@ -25,6 +25,7 @@ itself has the gradient is none of FSDP2's: others may reduce that later, and it
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -46,9 +47,12 @@ from swapper.gradient.records import (
     GradientPart,
     GradientState,
     PartRecord,
+    can_round,
+    file_bytes,
     fitting,
     record_bytes,
 )
+from swapper.gradient.rounding import PlaceOf, decode_in_place, rounding_of
 from swapper.io.devices import refuse_in_graph
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.backward_agreement import raised_by_all
@@ -102,6 +106,7 @@ class GradientSwapper(EvictedGradients):
         limit_bytes: the most of the pool that gradients may take, no less than `GradientNeeds.pool_bytes`.
         store: where records go; None keeps them all in the pool.
         release: called once, when this is closed.
+        place_of: what rounding depends on; None rounds nothing. See [Note: rounded gradients] in `rounding`.
 
     Raises:
         SwapIOError: the drive has too little free space.
@@ -119,8 +124,9 @@ class GradientSwapper(EvictedGradients):
         limit_bytes: int,
         store: TensorStore | None,
         release: Callable[[], None],
+        place_of: PlaceOf | None = None,
     ) -> None:
-        super().__init__(optimizer, pool, store)
+        super().__init__(optimizer, pool, store, place_of)
         self.share_pool(limit_bytes)
         self._owner = owner
         self._accumulation_steps = accumulation_steps
@@ -168,7 +174,7 @@ class GradientSwapper(EvictedGradients):
                 if known is not None and known.cuts == cuts:
                     continue
                 made[number] = [self._new_part(p, start, stop) for start, stop in cuts]
-                sizes.update({part.key: part.length_bytes for part in made[number]})
+                sizes.update({part.key: part.file_bytes for part in made[number]})
             if self._store is not None:
                 self._store.plan(sizes)
             for number, new in made.items():
@@ -360,12 +366,14 @@ class GradientSwapper(EvictedGradients):
         refuse_in_graph(gradient.device)
         before = gradient.state
         gradient.arrived += 1
-        if fresh.device.type == "cpu":
+        if on_host := fresh.device.type == "cpu":
             self._freed.add(fresh.nbytes)
         norm_type = self._norm_type
         if self._stepping:
             self._stepping = self._clipped = False
         if gradient.arrived % self._accumulation_steps or not has_norms_of_parts(p):
+            norm_type = None
+        if gradient.rounds and not on_host:  # Rounded values are on the host, when the copies are over.
             norm_type = None
         copies = self._copies.of(gradient.device)
         with modes_kept():
@@ -373,27 +381,45 @@ class GradientSwapper(EvictedGradients):
             flat = fresh.as_strided((fresh.numel(),), (1,))
             try:
                 value = torch.empty((), dtype=fresh.dtype.to_real(), device=fresh.device)  # For its norm.
+                to_norm = fresh
+                if gradient.rounds and norm_type is not None:  # `fresh` may be the user's, too.
+                    to_norm = torch.empty_strided(fresh.shape, fresh.stride(), dtype=fresh.dtype, device=fresh.device)
+                flat_to_norm = to_norm.as_strided((fresh.numel(),), (1,))
+                gradient.rounded += gradient.rounds
                 copies.begin()
                 copy = None
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
-                    lease, there = self._cache.take(part.key, part.length_bytes, follows=True)
+                    lease, there = self._cache.take(part.key, part.length_bytes, follows=not gradient.rounds)
                     assert there or before is not GradientState.EVICTED, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
+                    if there and gradient.rounds:
+                        decode_in_place(view)
                     if before is GradientState.IN_MEMORY:
                         copy = lease.transfer = copies.copy(view, piece)
                     else:
                         if gradient.changes and lease.transfer is not None:  # A copy of the pass before.
                             lease.transfer.wait()
                         self._complete(gradient, view)
-                        copy = lease.transfer = self._copies.add(view, piece, both=norm_type is not None)
-                    self._cache.put(part.key, part.length_bytes)
+                        both = norm_type is not None and not gradient.rounds
+                        copy = lease.transfer = self._copies.add(view, piece, both=both)
+                    if not gradient.rounds or self._place_of is None:
+                        self._cache.put(part.key, part.length_bytes)
+                        continue
+                    rounding = rounding_of(self._place_of, gradient, part, p)
+                    if not on_host:
+                        self._cache.put(part.key, functools.partial(rounding.encode_in_place, view))
+                        continue
+                    length_bytes = rounding.encode_in_place(view)
+                    if norm_type is not None:
+                        rounding.decode_to(view, flat_to_norm[part.start : part.stop])
+                    self._cache.put(part.key, length_bytes)
                 if before is GradientState.IN_MEMORY:
                     gradient.stride = fresh.stride()
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    value = self._copies.norm(gradient_of_local(p, fresh), norm_type, value)
+                    value = self._copies.norm(gradient_of_local(p, to_norm), norm_type, value)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
                     self._copies.wait_later(copy, fresh)
@@ -461,9 +487,13 @@ class GradientSwapper(EvictedGradients):
                     p = gradient.parameter()
                     if p is not None and not is_sharded(p):
                         gradient.stays = raw_gradient(p) is not None or gradient.somebody_has_it() is not None
-            for p in [p for gradient in self._gradients.values() if (p := gradient.parameter()) is not None]:
-                if not is_sharded(p):
-                    self.bring_back(p)
+            for gradient in list(self._gradients.values()):
+                p = gradient.parameter()
+                if p is None or is_sharded(p) or gradient.state is GradientState.IN_MEMORY:
+                    continue
+                rounded = 0 if gradient.stays else gradient.rounded  # It is not begun anew: see `rounding`.
+                self.bring_back(p)
+                gradient.rounded = rounded
         # A backward inside of another, as reentrant checkpointing makes it, is over before gradients are reduced.
         if not is_nested():
             call_at_the_end(self._collect)
@@ -483,9 +513,9 @@ class GradientSwapper(EvictedGradients):
     # --- Planning --------------------------------------------------------------------------------------------------
 
     def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> PartRecord:
-        return PartRecord(
-            start, stop, RecordKey(self._owner, "grad", next(self._numbers)), record_bytes(p, start, stop)
-        )
+        key = RecordKey(self._owner, "grad", next(self._numbers))
+        stored_bytes = file_bytes(p, start, stop, self._place_of is not None)
+        return PartRecord(start, stop, key, record_bytes(p, start, stop), stored_bytes)
 
     def _adopt(self, p: torch.nn.Parameter, parts: list[PartRecord]) -> None:
         """Take the gradient of `p` from now on in `parts`."""
@@ -494,11 +524,16 @@ class GradientSwapper(EvictedGradients):
             local = local_of(p)
             number = self._left_numbers.pop() if self._left_numbers else next(self._numbers)
             known = Gradient(number, weakref.ref(p), local.shape, local.stride(), p.dtype, local.device)
+            known.rounds = self._place_of is not None and can_round(p)
             self._gradients[id(p)] = self._by_number[known.number] = known
         former = known.parts
         if known.state is GradientState.EVICTED:
-            whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
-            known.changes = []
+            # What is to be done when it is used is done then: else how it is cut would say how often it is rounded.
+            changes, known.changes = known.changes, []
+            try:
+                whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
+            finally:
+                known.changes = changes
             self._rewrite(known, parts, lambda part, view: view.copy_(whole[part.start : part.stop]))
         known.parts = parts
         for part in former:

@@ -37,7 +37,7 @@ __all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of", "n
 log = logging.getLogger(__name__)
 
 STEPS = "swapper_encoded_steps"
-"""Key in a state dict: the number of steps that the random bits have come to. torch's own loading passes it over."""
+"""Key in a state dict: the number of steps that random bits, of gradients too, have come to. torch passes it over."""
 
 Encoding = str | Mapping[str, str]
 """As `offload_optimizer.encoding`."""
@@ -163,23 +163,25 @@ def steps_in(state_dict: Mapping[str, Any]) -> int:
     return steps if type(steps) is int and steps >= 0 else 0
 
 
-def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool) -> int:
+def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool, rounds_state: bool) -> int:
     """The index in all of a parameter of the first element that this rank has.
 
     Args:
         name: of the optimizer's class.
         is_collective: DTensors are stepped as that, with collectives.
+        rounds_state: state is rounded; else only gradients are, whatever steps them.
 
     Raises:
         ConfigError: what this rank has is no run of elements, or its class does not step those alone.
     """
     if not is_sharded(parameter):
         return 0
-    if is_collective:
+    if is_collective and rounds_state:
         raise ConfigError(
             f"offload_optimizer.encoding: {name}, which is not known to be elementwise, steps DTensors with "
             "collectives, and its state is not encoded in this version of swapper; use encoding: exact"
         )
+    setting, what = ("offload_optimizer", "state is") if rounds_state else ("offload_gradient", "gradients are")
     shape, box = tuple(parameter.shape), box_of(parameter)
     # By what is the same on all ranks, so that all refuse alike.
     has_rows = all(
@@ -189,8 +191,8 @@ def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool
     is_run = has_rows and same_order(shape, tuple(parameter.stride()), contiguous_stride(shape))
     if not is_run:
         raise ConfigError(
-            f"offload_optimizer.encoding: a parameter is a DTensor of shape {shape} with placements "
-            f"{parameter.placements}, and state is encoded only where ranks have whole rows, as "  # type: ignore[attr-defined]
+            f"{setting}.encoding: a parameter is a DTensor of shape {shape} with placements "
+            f"{parameter.placements}, and {what} encoded only where ranks have whole rows, as "  # type: ignore[attr-defined]
             "Shard(0) gives them; use encoding: exact"
         )
     return box.offsets[0] * math.prod(shape[1:]) if box.offsets else 0

@@ -74,6 +74,7 @@ class OptimizerPlan:
         step_in_backward: buckets are stepped as their gradients arrive. `native_step`: see `NativeSteps`.
         encodings: names of those that state may have but "exact", with commas; `encodes`: there are some; `rounds`:
             some of them are lossy. See [Note: encoded state] in `encodings`. `encoding_reason`: see `choose_encoding`.
+        counts_steps: state or gradients are rounded, by bits that depend on the number of the step.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -101,6 +102,7 @@ class OptimizerPlan:
         self.step_in_backward, self.native_step = state.step_in_backward, state.native_step
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
         self.encodings, self.encodes, self.rounds = state.encodings, state.encodes, state.rounds
+        self.counts_steps = self.rounds or config.offload_gradient.encoding != "exact"
         self.encoding_reason = ""
         on_device = swaps_state and may_step_on_device(asked, self.device, self.encodes)
         try:
@@ -400,7 +402,8 @@ class OptimizerPlan:
     ) -> list[Segment]:
         refuse_parameter(optimizer, p, self._config, self.remote)
         known.collective = known.sharded and not is_elementwise(optimizer)
-        known.first_index = first_index_of(p, type(optimizer).__name__, known.collective) if self.rounds else 0
+        if self.counts_steps:
+            known.first_index = first_index_of(p, type(optimizer).__name__, known.collective, self.rounds)
         master = ""
         if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"

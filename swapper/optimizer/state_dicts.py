@@ -183,7 +183,7 @@ class StateRecords:
         if given is not None:
             given.entries.update({i: dict(entries) for i, entries in found.items()})
             given.ids.update(map(id, found.values()))
-        if self.plan.rounds:
+        if self.plan.counts_steps:
             state_dict[STEPS] = self.bucket_records.steps
 
     def note_steps(self, state_dict: Mapping[str, Any]) -> None:
@@ -220,6 +220,15 @@ class StateRecords:
     def take_noted_steps(self) -> None:
         """From here on random bits are those of the run that was noted. See [Note: encoded state] in `encodings`."""
         self.bucket_records.steps = self._noted_steps
+
+    def rounding_of(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+        """What the rounding of a gradient depends on: steps made, number of the parameter, index of its first element.
+
+        See [Note: rounded gradients] in `gradient.rounding`.
+        """
+        known = self.plan.of(parameter)
+        assert known is not None
+        return self.bucket_records.steps, known.number, known.first_index
 
     def reset(self) -> None:
         """As if no step had been made."""

@@ -105,13 +105,13 @@ class OptimizerSwapper:
         self._plan = plan
         self.segments_of = plan.segments_of  # None of a parameter that is not planned.
         self._pool = pool
-        self._release = release
-        self._released = False
+        self._release, self._released = release, False
         self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         direct = make_slots and DirectState(make_slots, store, self.metrics, self._cache, optimizer)
         records = BucketRecords(self._cache, self.metrics, direct)
         self._stepper = Stepper(type(optimizer), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
+        self.rounding_of = self._records.rounding_of  # Of a gradient.
         self._guard = Guard(self._stepper, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
         self._conversion = Conversion(optimizer, self)

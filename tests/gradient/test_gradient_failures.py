@@ -47,7 +47,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> FaultPlan:
     return plan
 
 
-FILES = ("gradient/swapper.py", "gradient/evicted.py", "gradient/copies.py")
+FILES = ("gradient/swapper.py", "gradient/evicted.py", "gradient/copies.py", "gradient/rounding.py")
 """Ctrl-C strikes in these."""
 
 
@@ -365,14 +365,16 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Any], object], set[float]]] = {
 }
 
 
+@pytest.mark.parametrize("encoding", ["exact", "bf16"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, name: str) -> None:
+def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, name: str, encoding: str) -> None:
     p = nn.Parameter(torch.ones(32_768))
     optimizer = torch.optim.SGD([p], lr=0.0, momentum=0.9)
     operation, allowed = OPERATIONS[name]
     if name == "clip":
         allowed = {3.0, 3.0 * (1.0 / (3.0 * 32_768 + 1e-6))}
-    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
+    gradient = {"device": "nvme", "encoding": encoding}
+    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB", offload_gradient=gradient)) as handle:
         for n in places(1, sample=5):
             (p * 3.0).sum().backward()
             interrupted = interrupted_at(n, lambda: operation(p, handle), *FILES)
@@ -388,15 +390,18 @@ def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, na
         assert n > 5
 
 
+@pytest.mark.parametrize("encoding", ["exact", "bf16"])
 @pytest.mark.parametrize("earlier", [0.0, 3.0], ids=["the first", "a later micro-batch"])
-def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier: float) -> None:
+def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier: float, encoding: str) -> None:
+    """All values are whole numbers, which bf16 can hold."""
     parameters = [nn.Parameter(torch.ones(40_000)) for _ in range(2)]  # Each of several parts.
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
 
     def backward(factor: float) -> None:
         torch.stack([(p * factor).sum() for p in parameters]).sum().backward()
 
-    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
+    gradient = {"device": "nvme", "encoding": encoding}
+    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB", offload_gradient=gradient)) as handle:
         assert all(len(known.parts) > 1 for known in gradients_of(optimizer)._gradients.values())
         lost = 0
         for n in places(1, sample=5):

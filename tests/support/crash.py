@@ -45,6 +45,8 @@ def make(path: Path | None, encoding: str) -> tuple[nn.Module, torch.optim.Optim
             pool_bytes="2MiB",
             bucket_bytes="64KiB",
             offload_optimizer={"device": "nvme", "encoding": encoding},
+            # Gradients are rounded beside one of the lossy ones, too.
+            offload_gradient={"device": "nvme", "encoding": "bf16"} if encoding == "bf16" else None,
             offload_param={"device": "nvme"},
             checkpoint={"keep_last": 2},
         )

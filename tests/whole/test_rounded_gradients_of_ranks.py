@@ -1,0 +1,110 @@
+"""Gradients of several ranks that are stored as bf16: shards of FSDP2, and replicas of DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounded_gradients import RoundedGradients
+from sharded_nets import Case, Net, in_processes, loss_of, same, sharded
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from swapper.config import OffloadConfig
+from swapper.tensors.evicted_gradients import raw_gradient
+
+BF16 = {"device": "nvme", "encoding": "bf16"}
+
+
+def config_of(directory: str, **more: Any) -> OffloadConfig:
+    sizes = {"pool_bytes": "2MiB", "bucket_bytes": "16KiB", "gradient_accumulation_steps": 2}
+    given = {"offload_optimizer": {"device": "nvme"}, "offload_gradient": BF16, **more}
+    return OffloadConfig(nvme_path=directory, **{**sizes, **given})
+
+
+def assert_same(plain: nn.Module, net: nn.Module) -> None:
+    for (name, p), q in zip(plain.named_parameters(), net.parameters(), strict=True):
+        assert same(p, q), name
+
+
+def train_shards(rank: int, directory: str) -> None:
+    for parameters in ("none", "nvme"):
+        plain, net = (sharded(Case(blocks=2)) for _ in range(2))
+        reference = RoundedGradients(torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        swapper.offload(net, optimizer, config_of(directory, offload_param={"device": parameters}))
+        for step in range(3):
+            for turn in range(2):
+                reference.backward(loss_of(plain, 10 * step + turn))
+                loss_of(net, 10 * step + turn).backward()
+            if step == 1:
+                norms = [
+                    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+                    swapper.of(optimizer).clip_grad_norm_(0.5),
+                ]
+                assert same(*norms)
+            assert any(raw_gradient(p) is None and p.grad is not None for p in net.parameters())
+            reference.step()
+            optimizer.step()
+            reference.zero_grad()
+            optimizer.zero_grad()
+            assert_same(plain, net)
+        if parameters == "nvme":
+            net.swapper.close()  # type: ignore[operator, union-attr]
+        swapper.of(optimizer).close()
+
+
+def test_shards_have_the_bits_of_the_reference(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(train_shards, str(nvme_path))
+
+
+def refuse(rank: int, directory: str) -> None:
+    net: Net = sharded(Case(blocks=1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    gradient = {"device": "nvme", "encoding": "bf16" if rank else "exact"}
+    with pytest.raises(swapper.ConfigError, match=r"offload_gradient.encoding: exact on rank 0, bf16 on rank 1"):
+        swapper.offload(net, optimizer, config_of(directory, offload_gradient=gradient))
+    net = sharded(Case(blocks=1, mesh="columns"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with pytest.raises(swapper.ConfigError, match=r"offload_gradient.encoding: .*gradients are encoded only where"):
+        swapper.offload(net, optimizer, config_of(directory))
+
+
+def test_what_cannot_be_is_refused_by_all_ranks(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(refuse, str(nvme_path))
+
+
+def train_replicas(rank: int, directory: str) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 130), nn.Tanh(), nn.Linear(130, 65))
+
+    plain, net = made(), made()
+    replicas = [DistributedDataParallel(each) for each in (plain, net)]
+    reference = RoundedGradients(torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    swapper.wrap_optimizer(optimizer, config_of(directory))
+    for step in range(3):
+        for turn in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+            x = torch.randn(4, 64, generator=generator)
+            reference.backward(replicas[0](x).square().mean())
+            replicas[1](x).square().mean().backward()
+        assert any(raw_gradient(p) is None for p in net.parameters())
+        reference.step()
+        optimizer.step()
+        reference.zero_grad()
+        optimizer.zero_grad()
+        assert_same(plain, net)
+    for p in net.parameters():
+        others = [torch.empty_like(p) for _ in range(2)]
+        torch.distributed.all_gather(others, p.detach())
+        assert same(others[0], others[1])
+    swapper.of(optimizer).close()
+
+
+def test_replicas_stay_alike(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(train_replicas, str(nvme_path))
