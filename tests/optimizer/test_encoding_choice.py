@@ -130,6 +130,28 @@ def test_a_slow_step_is_not_made_slower(nvme_path: Path, drives: Measures, monke
     swapper.of(optimizer).close()
 
 
+@pytest.mark.parametrize(("factor", "encoding"), [(1.01, "packed"), (0.99, "exact")])
+def test_the_rule_is_the_documented_one(
+    factor: float, encoding: str, nvme_path: Path, drives: Measures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With figures for all that is measured: 0.9 x bytes / drive > 1.25 x (step + 2 x packing and unpacking)."""
+    step_s, value_s = 3e-9, 2e-9
+    monkeypatch.setattr(encoding_choice, "codec_s", lambda: value_s)
+    monkeypatch.setattr(encoding_choice, "_step_s", lambda optimizer: step_s)
+    optimizer = adamw(make_model())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numel = sum(p.numel() for p in parameters)
+    packable = sum(2 * p.numel() for p in parameters if p.nbytes >= 16 << 10)  # `exp_avg` and `exp_avg_sq`.
+    plan = OptimizerPlan(optimizer, config_of(nvme_path), 0)
+    beyond_bytes = plan.stored_bytes - (256 << 10)  # That much the pool may hold.
+    assert beyond_bytes > 0
+    at_s = 1.25 * (step_s * numel + 2 * value_s * packable)
+    drives((FAST, 0.9 * beyond_bytes / at_s / factor))
+    _model, wrapped = wrap(nvme_path)
+    assert chosen(wrapped)[0] == encoding
+    swapper.of(wrapped).close()
+
+
 def test_the_slower_way_decides_and_drives_add_up(tmp_path: Path, drives: Measures) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     for path in paths:
