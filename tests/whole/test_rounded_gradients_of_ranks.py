@@ -73,6 +73,7 @@ def refuse(rank: int, directory: str) -> None:
         swapper.offload(net, optimizer, config_of(directory))
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_refused_by_all_ranks(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(refuse, str(nvme_path))
 
@@ -106,5 +107,6 @@ def train_replicas(rank: int, directory: str) -> None:
     swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_replicas_stay_alike(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_replicas, str(nvme_path))
