@@ -25,6 +25,7 @@ pytest_plugins = [
     "lost_memory",
     "measuring",
     "mock_cufile",
+    "packed_state",
     "sampling",
     "snapshots",
     "turns",

@@ -58,6 +58,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # --- Exactness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.packs_too
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("micro_batches", [1, 3])

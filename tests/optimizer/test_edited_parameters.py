@@ -16,6 +16,8 @@ from twins import bits
 import swapper
 from swapper.checkpoint.export import export_checkpoint
 
+pytestmark = pytest.mark.packs_too
+
 BUCKETS = ["16KiB", "64KiB", "1MiB"]
 """The large parameters are cut into many segments, several, none."""
 

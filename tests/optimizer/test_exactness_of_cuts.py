@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from swapper.optimizer.cuts import CUT_NUMEL, keeps_bits, segment_cuts
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 
+pytestmark = pytest.mark.packs_too
+
 Cuts = Sequence[tuple[int, int]]
 Snapshot = dict[str, torch.Tensor]
 

@@ -13,6 +13,8 @@ from training import assert_same, backward, make_model, run, wrapped
 
 import swapper
 
+pytestmark = pytest.mark.packs_too
+
 LATE = 11
 """The step at which it does: the trial has eight."""
 

@@ -17,6 +17,8 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.native_step import NativeSteps
 
+pytestmark = pytest.mark.packs_too
+
 WIDE, LAYERS, STEPS = 768, 8, 4
 """2.4 million elements in each group of four layers: more than `auto` asks for."""
 

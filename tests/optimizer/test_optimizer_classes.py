@@ -20,6 +20,8 @@ from training import Assigning, assert_same, backward, make_config, make_model, 
 import swapper
 from swapper.optimizer import probe
 
+pytestmark = pytest.mark.packs_too
+
 
 class Required(torch.optim.AdamW):
     def step(self, closure: Any) -> Any:  # type: ignore[override]

@@ -16,6 +16,8 @@ from training import MORE, OPTIMIZERS, Make, MasterWeights, make_config, same_bi
 
 import swapper
 
+pytestmark = pytest.mark.packs_too
+
 STEPS = 20
 
 

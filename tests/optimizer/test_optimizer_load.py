@@ -19,6 +19,8 @@ from twins import bits
 
 import swapper
 
+pytestmark = pytest.mark.packs_too
+
 CLASSES: dict[str, dict[str, Any]] = {
     "Adadelta": {},
     "Adafactor": {},

@@ -317,3 +317,17 @@ def test_in_memory_nothing_is_packed(nvme_path: Path) -> None:
     state_bytes = 8 * sum(p.numel() for p in model.parameters() if p.numel() >= 4096)
     assert swapper.of(optimizer).stats().state_bytes > state_bytes
     close(optimizer)
+
+
+@pytest.mark.packs_too
+@pytest.mark.sampled(2)
+def test_state_is_packed_where_a_test_runs_with_packed_state(nvme_path: Path, state_on_drive: str) -> None:
+    for encoding, expected in (("exact", state_on_drive), ("unpacked", "unpacked")):
+        model, optimizer = wrap(nvme_path, encoding)
+        run(model, optimizer)
+        handle = swapper.of(optimizer)
+        handle.flush()
+        assert handle.stats().encoding == ("packed" if expected == "packed" else "exact")
+        found = [b'"blocks.' in path.read_bytes() for path in nvme_path.rglob("*-optim-*.safetensors")]
+        assert found and any(found) == (expected == "packed")
+        close(optimizer)

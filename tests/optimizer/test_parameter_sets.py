@@ -26,6 +26,8 @@ from twins import bits
 import swapper
 from swapper import OffloadConfig
 
+pytestmark = pytest.mark.packs_too
+
 SEED = int(os.environ.get("SWAPPER_SEQUENCES_SEED") or 7)
 SAMPLE = os.environ.get("SWAPPER_SEQUENCES") or ("24" if ALL else "12")
 LENGTH = 4

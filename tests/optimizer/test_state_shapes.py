@@ -19,6 +19,8 @@ from twins import bits
 import swapper
 from swapper.optimizer.state_shapes import shape_of_state, two_like
 
+pytestmark = pytest.mark.packs_too
+
 SHAPES = [
     (1024, 512),
     (512, 513),

@@ -22,6 +22,8 @@ import swapper
 from swapper import ConfigError, OffloadConfig, OptimizerSwapper, SwapError, SwapIOError
 from swapper.tensors.evicted_gradients import raw_gradient
 
+pytestmark = pytest.mark.packs_too
+
 WIDTH = 192
 
 

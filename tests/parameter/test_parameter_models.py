@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from twins import Run, run_twice
 
+pytestmark = pytest.mark.packs_too
+
 aten = torch.ops.aten
 
 WITH_BLOCKS = ["gpt2 tied", "llama", "mamba", "mixtral", "resnet", "used twice", "lora", "frozen"]

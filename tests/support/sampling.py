@@ -2,7 +2,8 @@
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
 is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
-long one in five runs, all of them if their file is named.
+long one in five runs, all of them if their file is named. Of a case that runs with unpacked and with packed state
+(`packed_state`) one of the two runs.
 
 With SWAPPER_TESTS=all all cases run, but for these. Of a test that is the product of many options three times as many
 run as by default. Where each of many cases runs in two orders of a simulated device's work, it runs in one of them.
@@ -82,6 +83,16 @@ def _one_of_each_pair(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         for order in orders:
             if order in item.nodeid:
                 pairs.setdefault(item.nodeid.replace(order, ""), []).append(item)
+    for name, pair in pairs.items():
+        yield random.Random(f"{SEED} {name}").choice(pair)
+
+
+def _unpacked_or_packed(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of cases that differ in how state is on the drive, see `packed_state`: one of each, drawn."""
+    pairs: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        value: str = item.callspec.params["state_on_drive"]  # type: ignore[attr-defined]
+        pairs.setdefault(item.nodeid.replace(value, "", 1), []).append(item)
     for name, pair in pairs.items():
         yield random.Random(f"{SEED} {name}").choice(pair)
 
@@ -195,6 +206,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unmarked = [item for item in items if not item.get_closest_marker("sampled")]
         simulated = {item for item in unmarked if "sim-lazy" in item.nodeid or "sim-random" in item.nodeid}
         left_out |= simulated - set(_one_of_each_pair(unmarked))
+        packed = [item for item in unmarked if item.get_closest_marker("packs_too")]
+        left_out |= set(packed) - set(_unpacked_or_packed([item for item in packed if item not in left_out]))
         unmarked = [item for item in unmarked if item not in left_out]
         left_out |= set(unmarked) - set(_each_value(unmarked))
     for (_, keep), group in cases.items():

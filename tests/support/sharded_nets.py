@@ -86,6 +86,7 @@ class Case:
     masters: bool = False
     step_device: str = "auto"
     state: str = "nvme"
+    packed: bool = False
     parameters: str = "nvme"
     gradients: str = "none"
     reshard: bool | int = True
@@ -265,6 +266,7 @@ class Twins:
             "step_device": case.step_device,
             "master_weights": case.masters,
             "step_in_backward": case.in_backward,
+            "encoding": "packed" if case.packed else "unpacked",
         }
         # Else FSDP2 adds them up before they arrive.
         more["gradient_accumulation_steps"] = case.micro_batches if case.syncs_all else 1

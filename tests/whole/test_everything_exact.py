@@ -14,6 +14,8 @@ import swapper
 from swapper import OffloadConfig
 from swapper.parameter import records as parameter_records
 
+pytestmark = pytest.mark.packs_too
+
 STEPS = 20
 
 

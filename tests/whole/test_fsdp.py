@@ -118,6 +118,7 @@ class Case:
     in_backward: bool = False
     gradients: bool = False  # on the drive, too
     native: str = "on"
+    packed: bool = False
     steps: int = field(default=STEPS)
 
     @property
@@ -159,6 +160,7 @@ def cases(rank_count: int) -> Iterator[Case]:
             bucket_bytes=chance.choice(["16KiB", "48KiB"]),
             gradients=chance.random() < 0.4,
             native=chance.choice(["on", "on", "off"]),
+            packed=chance.random() < 0.5,
         )
 
 
@@ -169,9 +171,11 @@ def config_of(
     in_backward: bool = False,
     bucket_bytes: str = "48KiB",
     native: str = "on",
+    packed: bool = False,
     **more: Any,
 ) -> OffloadConfig:
     state = {"device": "nvme", "master_weights": masters, "step_in_backward": in_backward, "native_step": native}
+    state["encoding"] = "packed" if packed else "unpacked"
     return OffloadConfig(
         nvme_path=directory, pool_bytes="2MiB", bucket_bytes=bucket_bytes, offload_optimizer=state, **more
     )
@@ -239,7 +243,7 @@ class Twins:
             self.masters = plain = [local(p).detach().to(dtype, copy=True).requires_grad_() for p in plain]
         self.optimizers = [case.cls(each, lr=1e-2, **case.options) for each in (plain, self.parameters[1])]
         settings = {"masters": case.masters, "bucket_bytes": case.bucket_bytes, "in_backward": case.in_backward}
-        settings["native"] = case.native
+        settings |= {"native": case.native, "packed": case.packed}
         count = case.micro_batches if case.syncs_all else 1  # Else FSDP2 adds them up before they arrive.
         gradients = {"offload_gradient": {"device": "nvme"}} if case.gradients else {}
         config = config_of(directory, gradient_accumulation_steps=count, **settings, **gradients)

@@ -77,6 +77,7 @@ def cases(count: int, rank_count: int) -> Iterator[Case]:
             keeps_unsharded=micro_batches > 1 and chance.random() < 0.5,
             grouped=chance.random() < 0.3,
             gradients=chance.choice(["none", "nvme"]),
+            packed=chance.random() < 0.5,
             steps=10 if EVERY else 6 if ALL else 4,
         )
 
