@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bf16_codec.h"
+#include "bf16_packing.h"
 #include "bindings.h"
 #include "codec.h"
 #include "crc32.h"
@@ -108,6 +109,19 @@ void bind_codecs(py::module_& module) {
             unpack_values(source(table), source(data), length_bytes, target(values), numel, threads);
         },
         "table"_a, "data"_a, "length_bytes"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
+    module.def("packed_bf16_bytes_most", &packed_bf16_bytes_most, "numel"_a);
+    module.def(
+        "pack_bf16",
+        [](uintptr_t values, size_t numel, uintptr_t packed, unsigned threads) {
+            return pack_bf16(source(values), numel, target(packed), threads);
+        },
+        "values"_a, "numel"_a, "packed"_a, "threads"_a, NoGil());
+    module.def(
+        "unpack_bf16",
+        [](uintptr_t packed, size_t length_bytes, uintptr_t values, size_t numel, unsigned threads) {
+            unpack_bf16(source(packed), length_bytes, target(values), numel, threads);
+        },
+        "packed"_a, "length_bytes"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
     module.def(
         "crc32c",
         [](uintptr_t address, size_t length_bytes, uint32_t seed, unsigned threads) {

@@ -41,6 +41,7 @@ INSIDE: dict[str, set[str]] = {
 """Module: all that it may import of its own package, where a package has layers of its own that matter."""
 
 NATIVE = {
+    "io.bf16_packing",
     "io.handle",
     "io.gds",
     "io.backends",

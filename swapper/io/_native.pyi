@@ -273,6 +273,15 @@ def packed_bytes(table: int, numel: int) -> int:
 def unpack_values(table: int, data: int, length_bytes: int, values: int, numel: int, threads: int) -> None:
     """See csrc/packing.h. Addresses, as ints; they are not checked."""
 
+def packed_bf16_bytes_most(numel: int) -> int:
+    """See csrc/bf16_packing.h."""
+
+def pack_bf16(values: int, numel: int, packed: int, threads: int) -> int:
+    """See csrc/bf16_packing.h. Addresses, as ints; they are not checked."""
+
+def unpack_bf16(packed: int, length_bytes: int, values: int, numel: int, threads: int) -> None:
+    """See csrc/bf16_packing.h. Addresses, as ints; they are not checked."""
+
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
 
