@@ -20,6 +20,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.files.fast_writer import FastWriter
 from swapper.files.fastsave import load, save
+from swapper.files.packing import WeightSizes, pack_weights, unpack_weights
 from swapper.files.saving import SaveHandle
 from swapper.metrics import Moves, Stats
 from swapper.optimizer.probe import register_elementwise
@@ -42,6 +43,7 @@ __all__ = [
     "Stats",
     "SwapError",
     "SwapIOError",
+    "WeightSizes",
     "check",
     "from_pretrained",
     "gathered",
@@ -52,10 +54,12 @@ __all__ = [
     "materialize",
     "of",
     "offload",
+    "pack_weights",
     "process_group",
     "register_elementwise",
     "save",
     "save_checkpoint",
+    "unpack_weights",
     "unwrap_optimizer",
     "wrap_optimizer",
 ]

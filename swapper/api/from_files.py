@@ -12,12 +12,13 @@ from swapper.check import CheckReport
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
+from swapper.files.packed_tensors import packed_parts_of, unpack_part
 from swapper.files.rows import rows_of
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Unread, sources_of, write_values
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.building import device_of
-from swapper.parameter.conversions import Conversion, Source
+from swapper.parameter.conversions import Conversion, InPlace, Source
 from swapper.parameter.from_files import FileParameters, FilePlan, plan_from_files
 from swapper.parameter.records import check_torch
 from swapper.session import Shared
@@ -269,10 +270,20 @@ def _extent_of(stored: StoredTensor) -> Extent:
 
 def _conversion_of(recipe: Recipe) -> Conversion:
     stored = tuple(dict.fromkeys(sources_of(recipe)))
-    sources = tuple(Source(_extent_of(each), each.dtype, each.shape) for each in stored)
+    sources = tuple(map(_source_of, stored))
     known = rows_of(recipe, 0, recipe.shape[0]) if recipe.shape else None
     rows = None if known is None else functools.partial(_rows, recipe)
-    return Conversion(sources, functools.partial(_write, recipe, stored), rows)
+    parts = packed_parts_of(recipe) or ()
+    in_place = tuple(InPlace(_source_of(part), numel, functools.partial(_unpack, part)) for part, numel in parts)
+    return Conversion(sources, functools.partial(_write, recipe, stored), rows, in_place)
+
+
+def _source_of(stored: StoredTensor) -> Source:
+    return Source(_extent_of(stored), stored.dtype, stored.shape)
+
+
+def _unpack(part: StoredTensor, into: torch.Tensor, packed: torch.Tensor) -> None:
+    unpack_part(part, packed, into)
 
 
 def _rows(recipe: Recipe, start: int, stop: int) -> Conversion:

@@ -16,7 +16,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError, path_given
 from swapper.files.dequantised import DEQUANTISES, check_scales
 from swapper.files.tensor_files import parse_json, read_header, read_metadata, read_small
 from swapper.files.unread_models import FilesRead, import_transformers, make_hollow, unread_files
-from swapper.files.weights import find_by_index, newest_snapshot
+from swapper.files.weights import PACKED_INDEX, find_by_index, newest_snapshot
 from swapper.parameter.building import device_of
 from swapper.storage.agreement import agreed
 from swapper.tensors.grad_modes import outside_of_inference
@@ -42,6 +42,9 @@ _REFUSED = {
 
 _QUANTISED = ("torchao", "bitsandbytes", *DEQUANTISES)
 """Names that transformers has for methods of quantisation: what they have quantised may stay in its files."""
+
+_PLAIN = ("model.safetensors", "model.safetensors.index.json")
+"""Files by which transformers finds weights that are not of a variant; `swapper.pack_weights` makes one."""
 
 _SPREADS = ("balanced", "balanced_low_0", "sequential")
 """Values of `device_map` that share a model out to all devices."""
@@ -178,7 +181,10 @@ def _find(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> str:
     where = path_given("path", path)
     if os.path.isdir(where):
         found = newest_snapshot(Path(where))
-        _check_index(found / (kwargs.get("subfolder") or ""), kwargs)
+        inside = found / (kwargs.get("subfolder") or "")
+        if kwargs.get("variant") is None and not any((inside / name).exists() for name in _PLAIN):
+            kwargs["variant"] = "packed" if (inside / PACKED_INDEX).exists() else None
+        _check_index(inside, kwargs)
         return os.fspath(found)
     if os.path.exists(where):
         raise ConfigError(f"{where} is a file; give the directory of the model, with its config.json")

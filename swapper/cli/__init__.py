@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from swapper.bench import machine
-from swapper.cli import bench, checkpoint, report, runs, tune
+from swapper.cli import bench, checkpoint, pack, report, runs, tune
 from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand
 from swapper.cli.output import complain
 from swapper.errors import SwapError
@@ -72,6 +72,7 @@ app.command("ls")(runs.ls)
 app.command("clean")(runs.clean)
 app.command("bench", cls=BenchCommand)(bench.bench)
 app.command("tune", cls=TuneCommand)(tune.tune)
+app.command("pack")(pack.pack)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

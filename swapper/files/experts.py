@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from swapper.files.packed_tensors import PackedTensor
 from swapper.files.tensor_files import StoredTensor
 
 __all__ = ["ExpertTensors"]
@@ -36,14 +37,14 @@ class ExpertTensors:
         found: the tensors of the files, by name.
     """
 
-    def __init__(self, found: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, found: Mapping[str, StoredTensor | PackedTensor]) -> None:
         self._found = found
-        self._experts: dict[tuple[str, str], dict[int, StoredTensor]] = {}
+        self._experts: dict[tuple[str, str], dict[int, StoredTensor | PackedTensor]] = {}
         for name, tensor in found.items():
             if match := _EXPERT.fullmatch(name):
                 self._experts.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
 
-    def of(self, name: str, tensor: torch.Tensor) -> list[tuple[StoredTensor, torch.Size]]:
+    def of(self, name: str, tensor: torch.Tensor) -> list[tuple[StoredTensor | PackedTensor, torch.Size]]:
         """Give the tensors that `tensor`, which the model calls `name`, is made of, in the order of its memory.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from swapper.errors import ConfigError, SwapError
 from swapper.files.experts import ExpertTensors
 from swapper.files.own_loading import refuse_own_loading
+from swapper.files.packed_tensors import PackedTensor, recipe_of
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.files.unread import Step, evaluate, sources_of
 from swapper.files.weights import find_weights
@@ -20,6 +21,8 @@ from swapper.io.handle import AsyncIOHandle
 from swapper.tensors.inner import Inner, has_own_class, inner_tensors, is_wrapper
 
 __all__ = ["ModelWeights", "match_weights"]
+
+_ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,33 @@ def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> Model
             a way of loading a state dict that changes values.
         SwapIOError: a file cannot be read, or is shorter than its header says.
     """
-    stored = _match(model, path)
+    found = _match(model, path)
     refuse_own_loading(model)
-    return ModelWeights(stored, {}, lambda: _match(model, path) == stored)
+    stored, made = {}, {}
+    for tensor, pieces in found.items():
+        plain = tuple(piece for piece in pieces if isinstance(piece, StoredTensor))
+        if len(plain) == len(pieces):
+            stored[tensor] = plain
+        else:
+            made[tensor] = _joined(tensor, pieces)
+    return ModelWeights(stored, made, lambda: _match(model, path) == found)
 
 
-def _match(model: torch.nn.Module, path: str | os.PathLike[str]) -> dict[torch.Tensor, tuple[StoredTensor, ...]]:
+def _joined(tensor: torch.Tensor, pieces: Sequence[StoredTensor | PackedTensor]) -> Step:
+    """How `tensor` is made of `pieces`, some of which are packed: one, or those of its experts one after another."""
+    recipes = [recipe_of(piece) for piece in pieces]
+    if isinstance(one := recipes[0], Step) and len(recipes) == 1:
+        return one
+    each = len(recipes) // tensor.shape[0]
+    row = torch.Size(tensor.shape[1:])
+    experts = [recipes[i : i + each] for i in range(0, len(recipes), each)]
+    joined = [parts[0] if each == 1 else Step(_ATEN.cat.default, (parts,), {}, row, tensor.dtype) for parts in experts]
+    return Step(_ATEN.stack.default, (joined,), {}, tensor.shape, tensor.dtype)
+
+
+def _match(
+    model: torch.nn.Module, path: str | os.PathLike[str]
+) -> dict[torch.Tensor, tuple[StoredTensor | PackedTensor, ...]]:
     found = {tensor.name: tensor for tensor in find_weights(path)}
     state: dict[str, object] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -116,7 +140,7 @@ def _match(model: torch.nn.Module, path: str | os.PathLike[str]) -> dict[torch.T
     parameters = dict(inner[:2] for name, p in model.named_parameters() for inner in _inside(name, p))
     own = {id(tensor) for tensor in parameters.values()}
     own.update(id(inner.tensor) for name, buffer in model.named_buffers() for inner in _inside(name, buffer))
-    stored: dict[torch.Tensor, tuple[StoredTensor, ...]] = {}
+    stored: dict[torch.Tensor, tuple[StoredTensor | PackedTensor, ...]] = {}
     missing: list[str] = []
     experts = ExpertTensors(found)
     used: set[str] = set()
@@ -155,7 +179,7 @@ def _inside(name: str, tensor: torch.Tensor) -> list[Inner]:
     return list(inner_tensors(name, tensor)) if is_wrapper(tensor) else [Inner(name, tensor)]
 
 
-def _check_fits(tensor: torch.Tensor, found: StoredTensor, shape: torch.Size | None = None) -> None:
+def _check_fits(tensor: torch.Tensor, found: StoredTensor | PackedTensor, shape: torch.Size | None = None) -> None:
     """Raise unless `found` is `tensor`, or a part of it that must have `shape`."""
     if torch.nn.parameter.is_lazy(tensor):
         raise SwapError(f"{found.name} is lazy and has no shape yet; run the model once before swapper.offload")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from swapper.files.packed_tensors import Unpacking
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, RowWise, Step
 
@@ -38,6 +39,8 @@ def rows_of(recipe: Recipe, start: int, stop: int) -> Recipe | None:
     operator = recipe.operator
     if isinstance(operator, RowWise):
         operator = replace(operator, units=stop - start)
+    elif isinstance(operator, Unpacking):
+        operator = operator.of_rows(start, stop)
     return Step(operator, args, recipe.kwargs, shape, recipe.dtype)
 
 
@@ -45,6 +48,8 @@ def _rows_of_arguments(step: Step, start: int, stop: int) -> tuple[Any, ...] | N
     func, args = step.operator, step.args
     if step.item is not None or not args:
         return None
+    if isinstance(func, Unpacking):
+        return tuple(args[start:stop]) if func.rows == 1 else None
     if isinstance(func, RowWise):
         if func.units != step.shape[0]:
             return None

@@ -24,7 +24,17 @@ from swapper.errors import SwapError
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["Recipe", "RowWise", "Step", "Unread", "evaluate", "read_now", "sources_of", "write_values"]
+__all__ = [
+    "InPlaceOperator",
+    "Recipe",
+    "RowWise",
+    "Step",
+    "Unread",
+    "evaluate",
+    "read_now",
+    "sources_of",
+    "write_values",
+]
 
 _ATEN = torch.ops.aten
 _SAME = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}
@@ -50,8 +60,16 @@ class Step:
     item: int | None = None
 
 
+class InPlaceOperator:
+    """An operator of a `Step` that can make its result in memory that it is given."""
+
+    def write(self, into: torch.Tensor, args: Sequence[torch.Tensor]) -> None:
+        """Make what it makes of `args` in `into`, of that shape, cast to its dtype."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class RowWise:
+class RowWise(InPlaceOperator):
     """An operator that makes rows of its result, the first dimension, of as many of its arguments.
 
     Attributes:
@@ -135,7 +153,7 @@ def write_values(recipe: Recipe, into: torch.Tensor, read: Callable[[StoredTenso
         elif func is _ATEN.clone.default or (func is _ATEN._to_copy.default and recipe.dtype == into.dtype):
             write_values(args[0], into, read)
             return
-        elif isinstance(func, RowWise):
+        elif isinstance(func, InPlaceOperator):
             func.write(into, [evaluate(each, read) for each in args])
             return
     into.copy_(evaluate(recipe, read))
@@ -178,8 +196,8 @@ class Unread(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def of_file(cls, stored: StoredTensor) -> Unread:
-        """Stand for a tensor of a file."""
+    def of_file(cls, stored: Recipe) -> Unread:
+        """Stand for a tensor of a file, or what is made of some."""
         return cls(stored, torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
 
     @property

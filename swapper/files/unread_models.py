@@ -23,9 +23,10 @@ import torch
 from swapper.errors import ConfigError, SwapError
 from swapper.files.dequantised import DEQUANTISES, dequantised
 from swapper.files.model_weights import ModelWeights
+from swapper.files.packed_tensors import PackedTensor, read_tensors, recipe_of
 from swapper.files.pieces import pieces_of
 from swapper.files.prequantised import Unfilled, prequantised, untouched
-from swapper.files.tensor_files import StoredTensor, read_header
+from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Step, Unread
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.inner import inner_tensors, is_wrapper
@@ -63,18 +64,18 @@ class FilesRead:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._headers: dict[Path, list[StoredTensor]] = {}
+        self._headers: dict[Path, list[StoredTensor | PackedTensor]] = {}
         self.device = device
         self.unfilled = Unfilled(device)
 
-    def header(self, path: Path) -> list[StoredTensor]:
-        """Give the header of a file, which is read once.
+    def header(self, path: Path) -> list[StoredTensor | PackedTensor]:
+        """Give the tensors of a file, whose header is read once.
 
         Raises:
-            SwapError, SwapIOError: as `read_header`.
+            SwapError, SwapIOError: as `read_tensors`.
         """
         if path not in self._headers:
-            self._headers[path] = read_header(path)
+            self._headers[path] = read_tensors(path)
         return self._headers[path]
 
     def paths(self) -> list[Path]:
@@ -83,7 +84,7 @@ class FilesRead:
 
     def same(self) -> bool:
         """Return True if the files have the headers that they had."""
-        return all(read_header(path) == header for path, header in self._headers.items())
+        return all(read_tensors(path) == header for path, header in self._headers.items())
 
     def __str__(self) -> str:
         return ", ".join(map(str, self._headers))
@@ -92,7 +93,7 @@ class FilesRead:
 class _Slice:
     """As safetensors' `PySafeSlice`: a tensor that is read when it is indexed."""
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, stored: StoredTensor | PackedTensor) -> None:
         self._stored = stored
 
     def get_shape(self) -> list[int]:
@@ -102,14 +103,14 @@ class _Slice:
         return NAMES[self._stored.dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = Unread.of_file(self._stored)
+        tensor = Unread.of_file(recipe_of(self._stored))
         return tensor if index is Ellipsis else tensor[index]
 
 
 class _UnreadFile:
     """As safetensors' `safe_open`."""
 
-    def __init__(self, header: Sequence[StoredTensor]) -> None:
+    def __init__(self, header: Sequence[StoredTensor | PackedTensor]) -> None:
         self._tensors = {tensor.name: tensor for tensor in header}
 
     def keys(self) -> list[str]:
@@ -124,7 +125,7 @@ class _UnreadFile:
         return _Slice(self._tensors[name])
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return Unread.of_file(self._tensors[name])
+        return Unread.of_file(recipe_of(self._tensors[name]))
 
     def __enter__(self) -> _UnreadFile:
         return self

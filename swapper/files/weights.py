@@ -13,15 +13,22 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from swapper.errors import ConfigError, SwapError, SwapIOError, path_given, show, system_errors
-from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
+from swapper.files.packed_tensors import PackedTensor, names_in_file, read_tensors, recipe_of
+from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_small
+from swapper.files.unread import evaluate
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
 from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.unfilled import is_unfilled
 
-__all__ = ["find_by_index", "find_weights", "load_weights", "newest_snapshot"]
+__all__ = ["PACKED_INDEX", "find_by_index", "find_weights", "load_weights", "newest_snapshot"]
 
 log = logging.getLogger(__name__)
+
+PACKED_INDEX = "model.safetensors.index.packed.json"
+"""The index of packed weights. transformers looks for a name as this where it is told of a variant, and not by itself:
+without one it says that there are no weights, and never takes packed ones for what they are not."""
 
 _INDEX = ".safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -30,11 +37,12 @@ _WHOLE = "model.safetensors"
 _LONGEST_PATH = 4096
 
 
-def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
+def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor | PackedTensor]:
     """The tensors that `path` names: a safetensors file, an index of several, or a directory with either.
 
-    Of `model.safetensors` and an index beside it that is the file, as for transformers. A model's directory in Hugging
-    Face's cache (`models--NAME`) has them in that of its newest snapshot.
+    In a directory that `swapper.pack_weights` has made they are those that were packed. Of `model.safetensors` and an
+    index beside it that is the file, as for transformers. A model's directory in Hugging Face's cache (`models--NAME`)
+    has them in that of its newest snapshot.
 
     Raises:
         SwapIOError, SwapError: there are none, or one of the files is broken.
@@ -43,10 +51,12 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     with system_errors("open", path):
         is_directory = path.is_dir()
         indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []
+        if is_directory and not indices:
+            indices = sorted(path.glob(PACKED_INDEX))
         files = sorted(path.glob("*.safetensors")) if is_directory else []
     if is_directory:
         if whole := [file for file in files if file.name == _WHOLE]:
-            return read_header(whole[0]) if indices else _tensors_of(files)
+            return read_tensors(whole[0]) if indices else _tensors_of(files)
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise SwapError(f"{path} has several sets of weights: {names}; name one of them")
@@ -55,11 +65,11 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
         if not files:
             raise SwapIOError(errno.ENOENT, "open", path, detail="there are no .safetensors files in this directory")
         return _tensors_of(files)
-    return find_by_index(path) if path.name.endswith(".json") else read_header(path)
+    return find_by_index(path) if path.name.endswith(".json") else read_tensors(path)
 
 
-def _tensors_of(files: Sequence[Path]) -> list[StoredTensor]:
-    return _without_duplicates([tensor for file in files for tensor in read_header(file)])
+def _tensors_of(files: Sequence[Path]) -> list[StoredTensor | PackedTensor]:
+    return _without_duplicates([tensor for file in files for tensor in read_tensors(file)])
 
 
 def newest_snapshot(path: Path) -> Path:
@@ -74,7 +84,7 @@ def newest_snapshot(path: Path) -> Path:
     return path / "snapshots" / commit
 
 
-def find_by_index(path: Path) -> list[StoredTensor]:
+def find_by_index(path: Path) -> list[StoredTensor | PackedTensor]:
     """The tensors that an index of safetensors files names.
 
     Raises:
@@ -93,13 +103,16 @@ def find_by_index(path: Path) -> list[StoredTensor]:
     files = sorted({*file_of.values()})
     for file in files:
         _check_is_below(path, file)
-    tensors = {file: {tensor.name: tensor for tensor in read_header(path.parent / file)} for file in files}
+    tensors: dict[str, dict[str, StoredTensor | PackedTensor]] = {}
+    for file in files:
+        found = read_tensors(path.parent / file)
+        tensors[file] = {name: tensor for tensor in found for name in names_in_file(tensor)}
     for name, file in file_of.items():
         if name not in tensors[file]:
             raise SwapError(
                 f"{path} says that tensor {show(name)} is in {file}, but it is not; copy or download them again"
             )
-    return [tensors[file][name] for name, file in file_of.items()]
+    return list(dict.fromkeys(tensors[file][name] for name, file in file_of.items()))
 
 
 def _check_is_below(path: Path, file: str) -> None:
@@ -119,8 +132,8 @@ def _check_is_below(path: Path, file: str) -> None:
     raise SwapError(f"{path} is not an index of safetensors files: the file name {show(file)} in it {why}")
 
 
-def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    seen: dict[str, StoredTensor] = {}
+def _without_duplicates(tensors: list[StoredTensor | PackedTensor]) -> list[StoredTensor | PackedTensor]:
+    seen: dict[str, StoredTensor | PackedTensor] = {}
     for tensor in tensors:
         if (other := seen.setdefault(tensor.name, tensor)) is not tensor:
             raise SwapError(f"tensor {tensor.name!r} is in {other.path} and in {tensor.path}; name one file")
@@ -139,7 +152,7 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     _refuse_complex(model, tensors)
     total_bytes = sum(tensor.length_bytes for tensor in tensors)
     with progress_bar("loading weights", total_bytes) as done, closing(TensorReader(AsyncIOHandle(), done)) as reader:
-        state = {tensor.name: EvictedView(FromFile(reader, tensor)) for tensor in tensors}
+        state = {tensor.name: EvictedView(_from_file(reader, tensor)) for tensor in tensors}
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
@@ -170,7 +183,31 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor]) -> None:
+class _FromPacked(FromFile):
+    """The values of a packed tensor, read and unpacked anew each time, until somebody has written to them."""
+
+    def __init__(self, reader: TensorReader, packed: PackedTensor) -> None:
+        super().__init__(reader, packed.parts[0])
+        self.shape, self.dtype = packed.shape, packed.dtype
+        self.stride = contiguous_stride(packed.shape)
+        self._recipe = recipe_of(packed)
+
+    def real(self) -> torch.Tensor:
+        """The tensor, in memory of its own."""
+        if self.own is not None:
+            return self.own
+        try:
+            return evaluate(self._recipe, self._reader.read)
+        except SwapError as error:
+            self._reader.failure = self._reader.failure or error
+            raise
+
+
+def _from_file(reader: TensorReader, tensor: StoredTensor | PackedTensor) -> FromFile:
+    return FromFile(reader, tensor) if isinstance(tensor, StoredTensor) else _FromPacked(reader, tensor)
+
+
+def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor | PackedTensor]) -> None:
     """Refuse complex numbers for real parameters and buffers before any is loaded: torch drops half and warns once."""
     own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     for tensor in tensors:

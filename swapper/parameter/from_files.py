@@ -142,14 +142,14 @@ def plan_from_files(
         found = [(each.tensor, extents[each.tensor]) for each in group]
         plan = plan_spans([each for _, each in found if not isinstance(each, Conversion)])
         planned, cursor = iter(plan.offsets_bytes), plan.length_bytes
-        places, converted = [], []
-        for p, each in found:
+        places = [0 if isinstance(each, Conversion) else next(planned) for _, each in found]
+        converted = []
+        for i in sorted(range(len(found)), key=lambda i: _first_extent(found[i][1])):  # As their sources lie.
+            p, each = found[i]
             if isinstance(each, Conversion):
                 converted.append((p, each, cursor))
-                places.append(cursor)
+                places[i] = cursor
                 cursor = round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
-            else:
-                places.append(next(planned))
         file_bytes = cursor = round_up(cursor, PAGE_BYTES)
         locations = []
         for candidate, at in zip(group, places, strict=True):
@@ -162,7 +162,7 @@ def plan_from_files(
         entries = tuple(Entry(c.name, NAMES[c.tensor.dtype], tuple(c.tensor.shape)) for c in group)
         layout = RecordLayout(entries, tuple(places), 0, file_bytes, file_bytes)
         start = round_up(cursor, PAGE_BYTES)
-        spans, length = plan_sources(converted, start)
+        spans, length = plan_sources(converted, start, nothing_behind=start == file_bytes)
         sources_bytes.append(length - start)
         spans = _with_forms(plan.spans, locations) + spans
         return ParameterRecord(number, tuple(locations), layout, file_bytes, length, spans)
@@ -208,6 +208,10 @@ def plan_from_files(
     kept = plan.resident, plan.device_resident
     device_needs = experts.plan_device(model, device, plan.device_needs) if is_accelerator(device) else None
     return FilePlan(plan.records, stays, *kept, needs, plan.summary, device_needs, experts)
+
+
+def _first_extent(pieces: Sequence[Extent] | Conversion) -> Extent:
+    return pieces.sources[0].extent if isinstance(pieces, Conversion) else pieces[0]
 
 
 def _with_forms(spans: tuple[Span, ...], locations: Sequence[ParameterLocation]) -> tuple[Span, ...]:

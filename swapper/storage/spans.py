@@ -79,7 +79,8 @@ class Span(NamedTuple):
         at_bytes: where they begin in the buffer.
         move: of a piece of a tensor, to its place. See [Note: assembled tensors].
         arrange: called with the buffer when all spans of the record are in place, before `convert`: each changes some
-            of it in place, all at once or, after an exception, not at all. Once each, however often others fail.
+            of it in place, all at once or, after an exception, not at all. Once each, however often others fail; the
+            last first.
         convert: called with the buffer when all spans of the record are in place.
     """
 
