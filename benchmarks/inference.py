@@ -7,6 +7,7 @@ run, by turns, each in a process of its own, with the same threads and the same 
 
 swapper       `swapper.from_pretrained`: weights stay in the shards, read past the page cache
 in memory     transformers alone: the floor of what computing takes
+packed        with `--packed`: as the first, from a copy that `swapper.pack_weights` has made before anything is timed
 accelerate    `disk_offload`, if accelerate is installed: one file a parameter, mapped; a module's are there as it runs
 layer files   what AirLLM is described to do, written here: one safetensors file a layer, loaded as it is needed while
               the one before is computed, and dropped after it
@@ -76,9 +77,15 @@ TOUCHED_BYTES = 32 << 20
 
 TOUCHED = 48
 
-NAMES = {"swapper": "swapper", "memory": "in memory", "accelerate": "accelerate", "layers": "layer files"}
+NAMES = {
+    "swapper": "swapper",
+    "packed": "packed",
+    "memory": "in memory",
+    "accelerate": "accelerate",
+    "layers": "layer files",
+}
 TOUCHING = "touch"
-BARS = {"tokens": 3.0, "memory": 0.25, "model": 1.10, "touch": 0.95}
+BARS = {"tokens": 3.0, "memory": 0.25, "model": 1.10, "touch": 0.95, "packed": 1.0, "packed bytes": 0.75}
 
 
 def main() -> None:
@@ -90,6 +97,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3, help="of every contestant, by turns")
     parser.add_argument("--contestants", nargs="+", choices=[*NAMES, TOUCHING], default=[*NAMES, TOUCHING])
+    parser.add_argument("--packed", action="store_true", help="swapper with packed weights, too")
     parser.add_argument("--keep-model", type=Path, help="where to make the model, or to find it, and leave it")
     parser.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -113,13 +121,15 @@ def run_all(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         model.mkdir(exist_ok=True)
         make_model(model, config, 0, Console(stderr=True))
     files = sorted(model.glob("*.safetensors"))
-    names = [name for name in NAMES if name in arguments.contestants]
+    names = [name for name in NAMES if name in arguments.contestants and (name != "packed" or arguments.packed)]
     if not importlib.util.find_spec("accelerate"):
         names = [name for name in names if name != "accelerate"]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in PREPARE:
         if name in names:
             PREPARE[name](model, directory / name)
+    if "packed" in names:
+        swapper.pack_weights(model, directory / "packed")
     for number in range(arguments.repeats):
         for name in names:
             print(f"running: {NAMES[name]}, {number + 1} of {arguments.repeats}", file=sys.stderr)
@@ -166,9 +176,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate greedily, and time each token."""
     files = sorted(arguments.model.glob("*.safetensors"))
     is_cold = arguments.only in PREPARE
-    if is_cold:
+    if is_cold or arguments.only == "packed":
         files = sorted(each for each in arguments.made.iterdir() if each.suffix != ".json")
-    is_swapped = arguments.only == "swapper"
+    is_swapped = arguments.only in ("swapper", "packed")
     if is_cold or is_swapped:
         forget(files)  # What is in the page cache from before is in no peak: it was charged to who read or wrote it.
     torch.manual_seed(0)
@@ -249,6 +259,10 @@ def in_swapper(path: Path, arguments: argparse.Namespace) -> Iterator[Any]:
     model = swapper.from_pretrained(path, config)
     yield model
     model.swapper.close()
+
+
+def in_packed(path: Path, arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    return in_swapper(arguments.made, arguments)
 
 
 @contextlib.contextmanager
@@ -347,6 +361,7 @@ def in_layers(path: Path, arguments: argparse.Namespace) -> Iterator[Any]:
 
 CONTESTANTS: dict[str, Callable[[Path, argparse.Namespace], contextlib.AbstractContextManager[Any]]] = {
     "swapper": in_swapper,
+    "packed": in_packed,
     "memory": in_memory,
     "accelerate": in_accelerate,
     "layers": in_layers,
@@ -444,6 +459,9 @@ def show(record: dict[str, Any]) -> None:
             peaks = [each["group_peak_bytes"] for each in (ours, results[name])]
             if all(peaks):
                 row(f"peak of memory, of {NAMES[name]}", peaks[0] / peaks[1], BARS["memory"])
+    if ours and (packed := results.get("packed")):
+        row("tokens/s packed, of plain files", ours["token_s"] / packed["token_s"], BARS["packed"], least=True)
+        row("bytes read a token, of plain files", packed["token_bytes"] / ours["token_bytes"], BARS["packed bytes"])
     if ours and "memory" in results:
         memory_s = results["memory"]["token_s"]
         ratio = statistics.median(

@@ -387,10 +387,12 @@ void unpack_chunk(const Chunk& chunk, const Byte* data, const Kernels& kernel) {
 // --- Many chunks
 // ---------------------------------------------------------------------------------------------
 
-// Has `threads` threads, at most one for each 8 chunks, do `work` for each chunk from `begin` to `end`.
+// Has `threads` threads, at most one for each 32 chunks, do `work` for each chunk from `begin` to `end`.
+// Fewer are done before another thread is awake; and where other programs use the processors, each wait for
+// one may be long.
 void in_parallel(std::size_t begin, std::size_t end, unsigned threads,
                  const std::function<void(std::size_t)>& work) {
-    const std::size_t most = std::clamp<std::size_t>((end - begin) / 8, 1, std::max(threads, 1U));
+    const std::size_t most = std::clamp<std::size_t>((end - begin) / 32, 1, std::max(threads, 1U));
     std::atomic<std::size_t> next{begin};
     run_on_crew(most, [&] {
         for (std::size_t i = next++; i < end; i = next++) work(i);

@@ -202,7 +202,7 @@ int main() {
             check_values(make(values, numel, numel), numel, 1);
         }
         for (const size_t numel : {kBf16ChunkNumel - 1, kBf16ChunkNumel, kBf16ChunkNumel + 1,
-                                   20 * kBf16ChunkNumel + 33, 64 * kBf16ChunkNumel}) {
+                                   20 * kBf16ChunkNumel + 33, 200 * kBf16ChunkNumel}) {
             for (const unsigned threads : {1, 3}) check_values(make(values, numel, 9), numel, threads);
         }
     }
