@@ -12,6 +12,7 @@ For whoever loads a model a packed tensor is a `Step`, as one that is cast or de
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,10 @@ def read_tensors(path: Path) -> list[StoredTensor | PackedTensor]:
 def _packed(path: Path, name: str, entry: Any, header: dict[str, StoredTensor]) -> PackedTensor:
     match entry:
         case {"dtype": "BF16", "shape": [*sizes], "rows": int(rows)} if (
-            sizes and type(rows) is int and rows > 0 and all(type(size) is int and 0 < size < 1 << 40 for size in sizes)
+            0 < len(sizes) <= 64
+            and type(rows) is int
+            and rows > 0
+            and all(type(size) is int and 0 < size < 1 << 40 for size in sizes)
         ):
             shape = torch.Size(sizes)
         case _:
@@ -181,8 +185,10 @@ def _packed(path: Path, name: str, entry: Any, header: dict[str, StoredTensor]) 
         part = header.get(part_name(name, index))
         if part is None:
             raise _wrong(path, f"{show(name)} has no part {index}")
-        numel = shape.numel() // shape[0] * min(rows, shape[0] - index * rows)
-        if part.dtype is not torch.uint8 or part.length_bytes > packed_bytes_most(numel):
+        numel = math.prod(sizes[1:]) * min(rows, sizes[0] - index * rows)
+        # A value takes a byte at least.
+        fits = numel <= part.length_bytes and part.length_bytes <= packed_bytes_most(numel)
+        if part.dtype is not torch.uint8 or not fits:
             raise _wrong(path, f"{show(part.name)} is no part of a tensor of shape {show(list(shape))}")
         parts.append(part)
     return PackedTensor(path, name, torch.bfloat16, shape, rows, tuple(parts))

@@ -224,6 +224,8 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "true rows": (of_weight(rows=True), "is not dtype, shape and rows"),
     "a shape of words": (of_weight(shape=["a"]), "is not dtype, shape and rows"),
     "a smaller shape": (of_weight(shape=[512, 8]), "is no part of a tensor"),
+    "a larger shape": (of_weight(shape=[512, 2560]), "is no part of a tensor"),
+    "an impossible shape": (of_weight(shape=[512, 1 << 39, 1 << 39]), "is no part of a tensor"),
     "more parts": (of_weight(rows=500), "has no part 1"),
     "another tensor": (lambda said: said["tensors"].update(c={"dtype": "BF16", "shape": [1], "rows": 1}), "no part 0"),
 }
