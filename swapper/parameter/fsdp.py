@@ -201,8 +201,9 @@ def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
 class _Reads:
     """The use of a group's record while FSDP2 reads it."""
 
-    def __init__(self, owner: ParameterOwner, group: Any, state: Any) -> None:
+    def __init__(self, owner: ParameterOwner, groups: SwappedGroups, group: Any, state: Any) -> None:
         self._owner = owner
+        self._groups = groups
         self._group = weakref.ref(group)
         self._state = weakref.ref(state)
         self._running = self._is_lost = False
@@ -211,8 +212,8 @@ class _Reads:
     def __enter__(self) -> None:
         self._end()  # What Ctrl-C has left.
         self._running, self._is_lost = True, False
-        if _is_in_backward() and tells_on_host():
-            with raised_by_all(self._parameter()):  # On all ranks: to agree when it ends.
+        if _is_in_backward() and self._groups.have_all_ranks():
+            with raised_by_all(self._groups.widest()):  # On all ranks: to agree when it ends.
                 pass
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -223,12 +224,6 @@ class _Reads:
             if kind is not None:
                 raise
             self._postpone(error)
-
-    def _parameter(self) -> torch.Tensor:
-        group = self._group()
-        assert group is not None
-        parameter: torch.Tensor = group.fsdp_params[0].sharded_param
-        return parameter
 
     def _end(self) -> None:
         if (use := self._use) is None:
@@ -257,13 +252,15 @@ class _Reads:
 
     def _postpone(self, error: Exception) -> None:
         """Have `error` raised where all ranks meet next. If they do not, or it is a mistake of all, raise it now."""
-        if isinstance(error, ConfigError) or not tells_on_host():
+        if isinstance(error, ConfigError) or not self._groups.have_all_ranks():
             raise error
         if _is_in_backward():
-            with raised_by_all(self._parameter()):
+            with raised_by_all(self._groups.widest()):
                 raise error
+            _drop_frames(error)
         elif (root := _outermost(self._state())) is not None and vars(root)[_AGREES]():
             vars(root).setdefault(_FAILURE, error)
+            _drop_frames(error)
         else:
             raise error
         log.warning("what FSDP2 gathers is lost on this rank, and all ranks raise when they meet: %s", repr(error))
@@ -276,6 +273,7 @@ class SwappedGroups:
         self._groups: list[weakref.ref[Any]] = []
         self._states: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
+        self._widest: Callable[[], Any] = lambda: None
 
     def take(self, model: torch.nn.Module, owner: ParameterOwner) -> None:
         """Have FSDP2 ask `owner`, which may not have the records yet."""
@@ -285,21 +283,32 @@ class SwappedGroups:
             if _READS in vars(group):  # Another owner's, of a part of the model.
                 continue
             self._groups.append(weakref.ref(group))
-            reads = vars(group)[_READS] = _Reads(owner, group, state)
+            reads = vars(group)[_READS] = _Reads(owner, self, group, state)
             for param in group.fsdp_params:
                 vars(param)[_READS] = reads
                 vars(param)[_SHARD] = local_of(param.sharded_param)
                 param.__class__ = _param_class()
             group.__class__ = _group_class()
-        for state in states if self._groups else ():
+        params = list(_params_of(self._living()))
+        if params:  # Of a group some may be on a part of the mesh, as beside those of tensor parallelism.
+            self._widest = weakref.ref(max(params, key=lambda param: int(param.sharded_param.device_mesh.size())))
+        for state in states if params else ():
             if _AGREES not in vars(state) and len(state._modules) == 1:  # FSDP2 takes no other as the outermost.
-                vars(state)[_AGREES] = self._have_all_ranks
+                vars(state)[_AGREES] = self.have_all_ranks
                 self._states.append(weakref.ref(state))
                 after = functools.partial(_after_forward, weakref.ref(state))
                 self._hooks.append(state._modules[0].register_forward_hook(after))
 
-    def _have_all_ranks(self) -> bool:
-        return have_all_ranks(param.sharded_param for param in _params_of(self._living()))
+    def widest(self) -> torch.Tensor:
+        """One of the parameters that the most ranks have parts of."""
+        param = self._widest()
+        assert param is not None
+        widest: torch.Tensor = param.sharded_param
+        return widest
+
+    def have_all_ranks(self) -> bool:
+        """True if all ranks run the model, and can tell each other how it went on the host."""
+        return self._widest() is not None and tells_on_host() and have_all_ranks([self.widest()])
 
     def drop_flat(self) -> None:
         """Free the memory of shards that are evicted."""
@@ -401,6 +410,13 @@ def _lost_flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
     return torch.full(param.padded_sharded_param_size, lost, dtype=local.dtype, device=local.device).view(-1)
 
 
+def _drop_frames(error: BaseException | None) -> None:
+    """Let go of what the frames have in which `error` was raised, and their callers: views of other shards."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
@@ -419,9 +435,12 @@ def _after_forward(reference: weakref.ref[Any], *_: object) -> None:
     if state is None or _is_in_backward() or state._state_ctx.iter_forward_root is not None:
         return
     failure = vars(state).pop(_FAILURE, None)
-    with agreed(tells_on_host() and vars(state)[_AGREES]()):
-        if failure is not None:
-            raise failure
+    try:
+        with agreed(vars(state)[_AGREES]()):
+            if failure is not None:
+                raise failure
+    finally:
+        failure = None  # Its traceback has this frame, and so what the forward has made.
 
 
 def _reset_sharded_param(param: Any) -> None:

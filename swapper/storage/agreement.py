@@ -282,11 +282,14 @@ def agreed(together: bool = True) -> Iterator[None]:
         verdicts = exchanged(_Verdict(None if failure is None else _as_sent(failure)))
     except SwapError as mismatch:
         raise mismatch from failure
-    if failure is not None:
-        raise failure
-    for rank, verdict in zip(_members()[1], verdicts, strict=True):
-        if verdict.error is not None:
-            raise _as_raised_here(verdict.error, rank) from verdict.error
+    try:
+        if failure is not None:
+            raise failure
+        for rank, verdict in zip(_members()[1], verdicts, strict=True):
+            if verdict.error is not None:
+                raise _as_raised_here(verdict.error, rank) from verdict.error
+    finally:
+        failure = None  # Its traceback has this frame: together they would keep what the callers have.
 
 
 def _as_sent(error: Exception) -> Exception:

@@ -79,12 +79,15 @@ def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], objec
 
 def _agree(task: int, this: _Pass) -> None:
     _passes.pop(task, None)
+    failure, this.failure = this.failure, None
     try:
         with agreed():
-            if this.failure is not None:
-                raise this.failure
+            if failure is not None:
+                raise failure
     except Exception as error:
         with ExitStack() as all_of_them:
             for tell in this.told:
                 all_of_them.callback(tell, error)
         raise
+    finally:
+        failure = None  # Its traceback has this frame, and frames with views of parameters: together they would stay.
