@@ -144,10 +144,11 @@ def same(a: Any, b: Any) -> bool:
 
 def mesh_of(case: Case) -> DeviceMesh:
     count = torch.distributed.get_world_size()
+    inner = 2 if count == 4 else 1  # Else one of two dimensions has no choice.
     if case.mesh == "hybrid":
-        return init_device_mesh(case.device, (count, 1), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(case.device, (count // inner, inner), mesh_dim_names=("replicate", "shard"))
     if case.mesh == "tensor":
-        return init_device_mesh(case.device, (1, count), mesh_dim_names=("data", "tensor"))
+        return init_device_mesh(case.device, (inner, count // inner), mesh_dim_names=("data", "tensor"))
     return init_device_mesh(case.device, (count,))
 
 
@@ -295,7 +296,9 @@ class Twins:
         for i in range(self.case.micro_batches):
             self.count += 1
             last = i + 1 == self.case.micro_batches
-            rank = 0 if self.case.mesh == "tensor" else torch.distributed.get_rank()
+            # The ranks of one place in "data" compute one batch together.
+            rank = torch.distributed.get_rank()
+            rank = rank // mesh_of(self.case)["tensor"].size() if self.case.mesh == "tensor" else rank
             tokens = tokens_of(100 * self.count + rank, self.case.device)
             losses = []
             for model in self.models:

@@ -38,7 +38,7 @@ from sharded_uses import USES, train_alike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import swapper
@@ -109,6 +109,33 @@ def test_same_bits_as_plain_fsdp(nvme_path: Path, leaves_nothing: None) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_same_bits_on_other_numbers_of_ranks(nvme_path: Path, count: int, leaves_nothing: None) -> None:
     in_processes(train_cases, str(nvme_path), 12 if EVERY else 8 if ALL else 4, count=count)
+
+
+def train_on_two_dimensions(rank: int, directory: str, mesh: str, more: dict[str, Any]) -> None:
+    case = Case(mesh=mesh, steps=4, micro_batches=2, syncs_all=not more, **more)
+    with poisoned():
+        twins = Twins(directory, case)
+        sizes = {p.device_mesh.size() for p in twins.parameters[1] if isinstance(p, DTensor)}
+        assert max(sizes) == 4, sizes
+        for _ in range(case.steps):
+            twins.train()
+        twins.compare()
+        twins.compare_state()
+        twins.close()
+
+
+TWO_DIMENSIONS: dict[str, dict[str, Any]] = {
+    "state": {"parameters": "none", "scarce": False},
+    "everything": {"gradients": "nvme"},
+    "parameters, in backward": {"in_backward": True, "checkpoints": True},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["hybrid", "tensor"])
+@pytest.mark.parametrize("what", TWO_DIMENSIONS)
+def test_same_bits_on_a_mesh_of_two_by_two(nvme_path: Path, mesh: str, what: str, leaves_nothing: None) -> None:
+    in_processes(train_on_two_dimensions, str(nvme_path), mesh, TWO_DIMENSIONS[what], count=4)
 
 
 # --- What users call -------------------------------------------------------------------------------------------------
