@@ -155,6 +155,72 @@ def test_a_handler_of_another_signal_that_raises_anywhere_leaves_ctrl_c_working(
     assert struck > 8
 
 
+SIGNALS = [signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2]
+
+
+@pytest.fixture
+def raising() -> Iterator[type[Exception]]:
+    """The exception that handlers of `SIGNALS` raise."""
+
+    class Struck(Exception):
+        pass
+
+    def handle(signum: int, frame: object) -> None:
+        raise Struck(signum)
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    yield Struck
+    for number, handler in before.items():
+        assert signal.getsignal(number) is handle
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_handler_of_the_users_that_raises_does_so_at_the_end(number: int, raising: type[Exception]) -> None:
+    done = []
+    with pytest.raises(raising) as caught:
+        with interrupts_deferred():
+            with interrupts_deferred():
+                signal.raise_signal(number)
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+    assert caught.value.args == (number,)
+
+
+def test_all_signals_that_came_are_raised(raising: type[Exception]) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_deferred():
+        for number in (*SIGNALS, signal.SIGINT):
+            signal.raise_signal(number)
+    others = []
+    error = caught.value.__context__
+    while error is not None:
+        assert isinstance(error, raising)
+        others += error.args
+        error = error.__context__
+    assert sorted(others) == sorted(SIGNALS)
+
+
+def test_no_place_loses_a_hand_over_to_another_signal(raising: type[Exception]) -> None:
+    struck = 0
+    for n in range(300):
+        pool, held = ["buffer"], []
+
+        def take(pool: list[str] = pool, held: list[str] = held) -> None:
+            with interrupts_deferred():
+                held.append(pool.pop())
+
+        try:
+            interrupted_at(n, take, "process/interrupts.py", "/test_interrupts.py", number=signal.SIGUSR2)
+            break
+        except raising:
+            struck += 1
+        assert len(pool) + len(held) == 1
+        with interrupts_deferred():
+            pass
+    assert struck > 8
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_in_a_forked_child_the_thread_that_forked_is_the_main_thread() -> None:
     statuses = []

@@ -24,7 +24,6 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import threading
 import weakref
 from _thread import interrupt_main
@@ -230,20 +229,19 @@ def _before_fork() -> None:
     _forks.setdefault(threading.get_ident(), []).append(section)
 
 
-def _after_fork() -> bool:
-    """Return True if there was Ctrl-C. Nothing happens if that came before anything else did."""
+def _after_fork() -> list[int]:
+    """Return the numbers of signals that came. Nothing happens if they came before anything else did."""
     sections = _forks.get(threading.get_ident())
     if not sections:
-        return False
+        return []
     section = sections.pop()
     _not_forking.release()
     return section.end()
 
 
 def _after_fork_in_parent() -> None:
-    if _after_fork():
-        # The interpreter looks for it after calls. None follows here, so that it is raised in the caller of the fork.
-        (_,) = map(interrupt_main, (signal.SIGINT,))
+    # The interpreter looks for them after calls. None follows here, so that they are raised in the caller of the fork.
+    [*map(interrupt_main, _after_fork())]  # type: ignore[arg-type]
 
 
 def _after_fork_in_child() -> None:
