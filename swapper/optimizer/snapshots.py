@@ -34,7 +34,7 @@ from swapper.optimizer.segments import OptimizerParameter
 from swapper.tensors.inner import is_wrapper
 from swapper.tensors.sharded import local_of
 
-__all__ = ["CONTAINERS", "IMMUTABLE", "Part", "Snapshot", "content_of", "part_of"]
+__all__ = ["CONTAINERS", "IMMUTABLE", "Snapshot", "SummedRange", "content_of", "summed_range"]
 
 CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 
@@ -64,7 +64,7 @@ def _sums(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class SummedRange:
     """A range of the elements of a tensor, in the order of memory, and the checksums of its bytes."""
 
     start: int
@@ -72,9 +72,9 @@ class Part:
     sums: tuple[int, ...]
 
 
-def part_of(flat: torch.Tensor, start: int, stop: int) -> Part:
-    """The `Part` of `flat`, which is 1-D, from `start` to `stop`, as it is now."""
-    return Part(start, stop, _sums(flat[start:stop]))
+def summed_range(flat: torch.Tensor, start: int, stop: int) -> SummedRange:
+    """The `SummedRange` of `flat`, which is 1-D, from `start` to `stop`, as it is now."""
+    return SummedRange(start, stop, _sums(flat[start:stop]))
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ class _Handed:
     """A large tensor that was handed out."""
 
     look: tuple[Any, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SummedRange, ...]
 
     def is_there(self, value: torch.Tensor) -> bool:
         """True if `value` has the elements that were handed out. Reads them."""
         numel = max(part.stop for part in self.parts)
         flat = value.detach().as_strided((numel,), (1,))
-        return all(part_of(flat, part.start, part.stop) == part for part in self.parts)
+        return all(summed_range(flat, part.start, part.stop) == part for part in self.parts)
 
 
 def _look(value: Any) -> tuple[Any, ...]:
-    """Which memory a tensor has, and how it sees it; unlike any other if it is no ordinary tensor on the CPU."""
+    """Return the memory of a tensor and how it sees it; unlike any other if it is no ordinary tensor on the CPU."""
     local = local_of(value)
     if type(local) is not torch.Tensor or local.device.type != "cpu" or local.layout is not torch.strided:
         return (object(),)
@@ -102,7 +102,7 @@ def _look(value: Any) -> tuple[Any, ...]:
 
 
 class Snapshot:
-    """What a `state_dict()` has handed out. Keeps none of it alive.
+    """Notes all that a `state_dict()` has handed out. Keeps none of it alive.
 
     Args:
         mapping: the memory of its large tensors.
@@ -114,7 +114,7 @@ class Snapshot:
         self._changes = changes
         self._entries: dict[OptimizerParameter, dict[str, Any]] = {}
 
-    def add(self, of: OptimizerParameter, entries: Mapping[str, Any], parts: Mapping[str, list[Part]]) -> None:
+    def add(self, of: OptimizerParameter, entries: Mapping[str, Any], parts: Mapping[str, list[SummedRange]]) -> None:
         """Note the state of one parameter.
 
         Args:

@@ -21,7 +21,7 @@ from swapper.optimizer.loaded_state import as_loaded, kept_dtype, loaded_dtype
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
-from swapper.optimizer.snapshots import Part, Snapshot, part_of
+from swapper.optimizer.snapshots import Snapshot, SummedRange, summed_range
 from swapper.optimizer.twin import OWN_ATTRIBUTES
 from swapper.progress import progress
 from swapper.sizes import ALIGNMENT_BYTES, round_up
@@ -326,7 +326,7 @@ class _Gathered:
 
     def __init__(self, allocate: Allocate, summed: bool) -> None:
         self.entries: dict[str, Any] = {}
-        self.parts: dict[str, list[Part]] = {}  # of those in `_flats`, if they are summed
+        self.parts: dict[str, list[SummedRange]] = {}  # of those in `_flats`, if they are summed
         self.edited = False
         self._summed = summed
         self._allocate = allocate
@@ -371,7 +371,7 @@ class _Gathered:
     def _sum(self, key: str, start: int, stop: int) -> None:
         """Take the checksums of elements that were just written, while the processor's cache has them."""
         if self._summed and start < stop:
-            self.parts.setdefault(key, []).append(part_of(self._flats[key], start, stop))
+            self.parts.setdefault(key, []).append(summed_range(self._flats[key], start, stop))
 
     def _flat(self, key: str, numel: int, dtype: torch.dtype, stored: bool = True) -> torch.Tensor:
         if key not in self._flats:

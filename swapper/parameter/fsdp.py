@@ -405,7 +405,7 @@ def _flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _lost_flat_of(param: Any, local: torch.Tensor) -> torch.Tensor:
-    """What an all-gather copies of a shard that cannot be read."""
+    """Return NaN in place of a shard that cannot be read, for an all-gather to copy."""
     lost = float("nan") if local.dtype.is_floating_point or local.dtype.is_complex else 0
     return torch.full(param.padded_sharded_param_size, lost, dtype=local.dtype, device=local.device).view(-1)
 
