@@ -201,7 +201,7 @@ class StateRecords:
         """
         if self._snapshot is None or not type(optimizer).__setstate__.__module__.startswith("torch.optim"):
             return False
-        if self.plan.rounds and self._noted_steps != self.bucket_records.steps:
+        if self.plan.counts_steps and self._noted_steps != self.bucket_records.steps:
             return False
 
         def group_of(of: OptimizerParameter) -> dict[str, Any]:

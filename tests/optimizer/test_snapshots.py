@@ -203,8 +203,16 @@ def test_what_was_changed_since_the_snapshot_is_loaded(nvme_path: Path, change: 
     ]
 
 
-def test_the_steps_that_random_bits_are_of_are_loaded(nvme_path: Path) -> None:
-    optimizer = stepped(nvme_path, encoding="int8")
+@pytest.mark.parametrize("of", ["state", "gradients"])
+def test_the_steps_that_random_bits_are_of_are_loaded(nvme_path: Path, of: str) -> None:
+    optimizer: Any
+    if of == "state":
+        optimizer = stepped(nvme_path, encoding="int8")
+    else:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(300, 40))], lr=1e-2)
+        gradients = swapper.config.OffloadGradientConfig(device="nvme", encoding="bf16")
+        swapper.wrap_optimizer(optimizer, config(nvme_path).model_copy(update={"offload_gradient": gradients}))
+        step(optimizer, range(2))
     saved = optimizer.state_dict()
     saved["swapper_encoded_steps"] += 3
     optimizer.load_state_dict(saved)
