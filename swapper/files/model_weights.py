@@ -110,7 +110,7 @@ def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> Model
 
 
 def _joined(tensor: torch.Tensor, pieces: Sequence[StoredTensor | PackedTensor]) -> Step:
-    """How `tensor` is made of `pieces`, some of which are packed: one, or those of its experts one after another."""
+    """Make the step that gives `tensor` of `pieces`, some of them packed: one, or those of its experts in order."""
     recipes = [recipe_of(piece) for piece in pieces]
     if isinstance(one := recipes[0], Step) and len(recipes) == 1:
         return one

@@ -28,8 +28,8 @@ from swapper.io.bf16_packing import packed_bytes_most, unpack_bf16
 __all__ = [
     "ENCODING",
     "METADATA_KEY",
+    "PackedPart",
     "PackedTensor",
-    "Part",
     "Unpacking",
     "names_in_file",
     "packed_parts_of",
@@ -117,7 +117,7 @@ def unpack_part(part: StoredTensor, packed: torch.Tensor, into: torch.Tensor) ->
 
 
 def recipe_of(tensor: StoredTensor | PackedTensor) -> Recipe:
-    """How a tensor of a file is made of bytes of the file."""
+    """Return the recipe by which a tensor of a file is made of bytes of the file."""
     if isinstance(tensor, StoredTensor):
         return tensor
     operator = Unpacking(tensor.shape, tensor.rows, tensor.parts)
@@ -198,14 +198,14 @@ def _wrong(path: Path, why: str) -> SwapError:
     return SwapError(f"{path} is no file of packed weights, though it says so: {why}; copy it again, or pack it again")
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """A part of a packed tensor, and how many values it has."""
 
     stored: StoredTensor
     numel: int
 
 
-def packed_parts_of(recipe: Recipe) -> list[Part] | None:
+def packed_parts_of(recipe: Recipe) -> list[PackedPart] | None:
     """The packed parts that, unpacked one after another, are the tensor that `recipe` makes; None if it is another."""
     if not isinstance(recipe, Step):
         return None
@@ -214,7 +214,7 @@ def packed_parts_of(recipe: Recipe) -> list[Part] | None:
         row = func.shape.numel() // func.shape[0]
         starts = range(0, func.shape[0], func.rows)
         counts = [row * min(func.rows, func.shape[0] - start) for start in starts]
-        return [Part(stored, numel) for stored, numel in zip(args, counts, strict=True)]
+        return [PackedPart(stored, numel) for stored, numel in zip(args, counts, strict=True)]
     if func in (torch.ops.aten.stack.default, torch.ops.aten.cat.default):
         dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
         if dim:

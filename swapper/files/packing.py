@@ -148,7 +148,7 @@ def _is_quantised(root: Path) -> bool:
 
 
 def _chosen(tensors: Sequence[StoredTensor]) -> set[StoredTensor]:
-    """Those that are packed if they shrink. See [Note: what is packed]."""
+    """Return the tensors that are packed if they shrink. See [Note: what is packed]."""
     others = {tensor.shape for tensor in tensors if not _EMBEDDING.fullmatch(tensor.name)}
     return {
         tensor
@@ -234,7 +234,7 @@ def _copy_others(root: Path, to: Path) -> list[Path]:
 
 
 class _Written(NamedTuple):
-    """What a file has: names in it, bytes of its tensors, and how many were changed."""
+    """The content of a file: names in it, bytes of its tensors, and how many were changed."""
 
     names: list[str]
     length_bytes: int

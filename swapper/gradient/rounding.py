@@ -71,7 +71,7 @@ class Rounding:
 
 
 def rounding_of(place_of: PlaceOf, gradient: Gradient, part: PartRecord, parameter: torch.nn.Parameter) -> Rounding:
-    """How `part` is rounded now, of a gradient that was rounded `gradient.rounded` times with this one."""
+    """Return the rounding of `part` now, of a gradient that was rounded `gradient.rounded` times with this one."""
     steps, number, first = place_of(parameter)
     return Rounding(RoundingKey(f"gradient.{gradient.rounded}", steps, number), first + part.start, part.file_bytes)
 

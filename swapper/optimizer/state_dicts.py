@@ -222,7 +222,7 @@ class StateRecords:
         self.bucket_records.steps = self._noted_steps
 
     def rounding_of(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
-        """What the rounding of a gradient depends on: steps made, number of the parameter, index of its first element.
+        """Return what a gradient's rounding depends on: steps made, the parameter's number, index of its first.
 
         See [Note: rounded gradients] in `gradient.rounding`.
         """

@@ -120,7 +120,7 @@ _SIGNALS = tuple(
     int(getattr(signals, name))
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF")
 )
-"""Those that programs have handlers of. What cannot be deferred (SIGKILL), or is of an error, is not among them."""
+"""The signals that programs have handlers of. None that cannot be deferred (SIGKILL), nor of an error (SIGSEGV)."""
 
 _main_thread = threading.main_thread().ident
 os.register_at_fork(after_in_child=_set_main_thread)
