@@ -150,11 +150,13 @@ def _is_quantised(root: Path) -> bool:
 def _chosen(tensors: Sequence[StoredTensor]) -> set[StoredTensor]:
     """Return the tensors that are packed if they shrink. See [Note: what is packed]."""
     others = {tensor.shape for tensor in tensors if not _EMBEDDING.fullmatch(tensor.name)}
+    taken = {tensor.name.rpartition(".packed.")[0] for tensor in tensors}  # Their parts would have names of others.
     return {
         tensor
         for tensor in tensors
         if tensor.dtype is torch.bfloat16
         and tensor.length_bytes >= LEAST_BYTES
+        and tensor.name not in taken
         and not (_EMBEDDING.fullmatch(tensor.name) and len(tensor.shape) == 2 and tensor.shape in others)
     }
 
@@ -217,13 +219,21 @@ def _renamed(path: Path, root: Path, *, packs: bool) -> str:
 
 
 def _copy_others(root: Path, to: Path) -> list[Path]:
-    """Copy what is no weights, with links followed. Returns the copies."""
+    """Copy what is no weights, with links followed. Returns the copies.
+
+    Raises:
+        SwapIOError: a file cannot be read, or a link leads nowhere.
+    """
     copies = []
-    for directory, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if not name.startswith("."))
+    at = Path(os.path.realpath(root))
+    seen = {os.fspath(each) for each in (at, *at.parents)}
+    for directory, names, files in os.walk(root, followlinks=True):
+        inside = {name: os.path.realpath(os.path.join(directory, name)) for name in names if not name.startswith(".")}
+        names[:] = sorted(name for name, real in inside.items() if real not in seen)  # A link may lead back.
+        seen.update(inside.values())
         for name in sorted(files):
             source = Path(directory, name)
-            if name.startswith(".") or _WEIGHTS.fullmatch(name) or not source.is_file():
+            if name.startswith(".") or _WEIGHTS.fullmatch(name) or not (source.is_file() or source.is_symlink()):
                 continue
             copy = to / source.relative_to(root)
             with system_errors("copy", source):

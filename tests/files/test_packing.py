@@ -152,6 +152,32 @@ def test_load_safetensors_takes_a_packed_directory(tmp_path: Path) -> None:
     assert same_tensors(dict(other.state_dict()), dict(model.state_dict()))
 
 
+def test_links_are_followed_and_lead_no_way_back(tmp_path: Path) -> None:
+    src = model_directory(tmp_path)
+    others = tmp_path / "tokenizer"
+    others.mkdir()
+    (others / "vocab.json").write_text("[]")
+    links = {"tokenizer": others, "itself": src, "above": tmp_path, "vocab.json": others / "vocab.json"}
+    for name, to in links.items():
+        (src / name).symlink_to(to)
+    (others / "again").symlink_to(others)
+    packed = swapper.pack_weights(src, tmp_path / "packed").path
+    assert (packed / "tokenizer" / "vocab.json").read_text() == (packed / "vocab.json").read_text() == "[]"
+    assert not any((packed / name).exists() for name in ("itself", "above", "tokenizer/again"))
+    assert not any(each.is_symlink() for each in packed.rglob("*"))
+    (src / "nowhere.json").symlink_to(tmp_path / "missing.json")
+    with pytest.raises(swapper.SwapIOError, match=r"nowhere\.json"):
+        swapper.pack_weights(src, tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
+
+
+def test_a_tensor_whose_parts_would_have_names_of_others_stays_as_it_is(tmp_path: Path) -> None:
+    state = {"x": normal(300, 300), "x.packed.0": normal(4), "y": normal(300, 300)}
+    swapper.pack_weights(model_directory(tmp_path, state), tmp_path / "packed")
+    assert packed_names(tmp_path / "packed") == {"y"}
+    assert same_tensors(loaded(swapper.unpack_weights(tmp_path / "packed", tmp_path / "back").path), state)
+
+
 def test_nothing_is_replaced_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = model_directory(tmp_path)
     (tmp_path / "there").mkdir()
