@@ -339,7 +339,7 @@ class BucketRecords:
     Attributes:
         cache: of the pool.
         direct: has records in memory of a device: see [Note: one of two caches] in `direct_state`. None if none are.
-        changes: count of what was put or discarded: while it stays the same, so does all state.
+        changes: count of what was put or discarded, or could not be read: while it stays the same, so does all state.
         steps: that were made since there was no state. See [Note: encoded state] in `encodings`.
     """
 
@@ -425,13 +425,18 @@ class BucketRecords:
             bucket.packing.unpack(lease.tensor, bucket.tie_bytes)
         except ValueError as error:
             self.cache.release(bucket.key)
+            self.changes += 1
             detail = f"it is not what was packed: {error}"
             raise SwapIOError(errno.EBADMSG, "read", bucket.key.file_name, detail=detail) from error
 
     def take_lease(self, bucket: Bucket) -> tuple[Lease | None, bool]:
         """As `take`: the buffer, and False if it is new. None if nothing of the bucket moves."""
         self._leave_device(bucket)
-        return self.cache.take(bucket.key, bucket.length_bytes) if bucket.length_bytes else (None, False)
+        try:
+            return self.cache.take(bucket.key, bucket.length_bytes) if bucket.length_bytes else (None, False)
+        except Exception:
+            self.changes += 1  # What cannot be read is not there: a load is to write it again.
+            raise
 
     def put(self, opened: OpenBucket) -> None:
         """Start writing the record, and give its buffer back. Returns at once."""

@@ -208,6 +208,7 @@ class Stepper:
         Parameters are not written to any more when it returns. Each thing is done, whatever those before it raise.
         """
         self.entered, self.done = [], 0
+        self._records.changes += 1  # Something may be unreadable, which a load is to mend.
         with ExitStack() as steps:  # The last that is added is the first that is done.
             steps.callback(self.drop_scratch)
             steps.callback(self.recover)

@@ -203,6 +203,29 @@ def test_what_was_changed_since_the_snapshot_is_loaded(nvme_path: Path, change: 
     ]
 
 
+@pytest.mark.parametrize("found", ["by a step", "by looking"])
+def test_a_load_mends_what_cannot_be_read(nvme_path: Path, found: str) -> None:
+    parameter = nn.Parameter(torch.randn(900, 700, generator=torch.Generator().manual_seed(1)))
+    optimizer: Any = torch.optim.AdamW([parameter], lr=1e-2)
+    swapper.wrap_optimizer(optimizer, config(nvme_path).model_copy(update={"verify": "crc32c"}))
+    step(optimizer, range(2))
+    optimizer.swapper.flush()
+    saved = optimizer.state_dict()
+    wanted = bits(copy.deepcopy(saved["state"]))
+    for file in (file for file in nvme_path.glob("swapper-*/*") if file.stat().st_size > 8192):
+        with file.open("r+b") as opened:
+            opened.seek(5000)
+            byte = opened.read(1)[0]
+            opened.seek(5000)
+            opened.write(bytes([byte ^ 1]))
+    with pytest.raises(swapper.SwapIOError, match="checksum"):
+        step(optimizer, range(2, 3)) if found == "by a step" else optimizer.swapper.state(parameter)
+    optimizer.load_state_dict(saved)
+    del saved
+    assert bits(optimizer.state_dict()["state"]) == wanted
+    step(optimizer, range(2, 3))
+
+
 @pytest.mark.parametrize("of", ["state", "gradients"])
 def test_the_steps_that_random_bits_are_of_are_loaded(nvme_path: Path, of: str) -> None:
     optimizer: Any
