@@ -16,8 +16,9 @@ do.
 [Note: what cannot be read for an all-gather] The other ranks are in that all-gather, or on their way to it, and would
 wait for a rank that raises. So it goes on, with NaN for its shards, and raises where all ranks meet next: at the end of
 the outermost forward of FSDP2, before anybody has what it returns, or of the backward, as `raised_by_all` does. There
-the ranks tell each other how it went, on the host. Where they cannot (NCCL without gloo), or not all of them have the
-model, a rank raises at once and alone.
+the ranks tell each other how it went, on the host, and FSDP2 lets go of what it has gathered. If the model raises of
+the NaN itself, that has the failure as its cause on the rank that had it. Where they cannot (NCCL without gloo), or not
+all of them have the model, a rank raises at once and alone.
 
 These are private names of torch. Both classes are replaced on the objects, by subclasses of theirs, and `check_names`
 compares what is used here, and who else uses it, with what this was written for.
@@ -208,6 +209,8 @@ class _Reads:
         self._state = weakref.ref(state)
         self._running = self._is_lost = False
         self._use: ParameterUse | None = None
+        self.failure: Exception | None = None
+        """Why FSDP2 has gathered NaN in a forward, until it gathers again, or all ranks have raised it."""
 
     def __enter__(self) -> None:
         self._end()  # What Ctrl-C has left.
@@ -247,7 +250,9 @@ class _Reads:
                 self._owner.begin(self._use)
             except Exception as error:
                 self._postpone(error)
-                self._is_lost = True
+                self._is_lost, self.failure = True, None if _is_in_backward() else error
+            else:
+                self.failure = None
         return not self._is_lost
 
     def _postpone(self, error: Exception) -> None:
@@ -296,8 +301,34 @@ class SwappedGroups:
             if _AGREES not in vars(state) and len(state._modules) == 1:  # FSDP2 takes no other as the outermost.
                 vars(state)[_AGREES] = self.have_all_ranks
                 self._states.append(weakref.ref(state))
-                after = functools.partial(_after_forward, weakref.ref(state))
-                self._hooks.append(state._modules[0].register_forward_hook(after))
+                after = functools.partial(self._after_forward, weakref.ref(state))
+                self._hooks.append(state._modules[0].register_forward_hook(after, always_call=True))
+
+    @_disable_dynamo
+    def _after_forward(self, reference: weakref.ref[Any], *_: object) -> None:
+        """A forward hook, after that of FSDP2: have all ranks raise what has failed on one in the outermost forward."""
+        state = reference()
+        root = None if state is None else state._state_ctx.iter_forward_root
+        # A forward within one of FSDP2 has an outermost one; what is computed again in a backward is part of that.
+        if state is None or _is_in_backward() or root not in (None, state):
+            return
+        lost = (vars(group)[_READS].failure for group in self._living())
+        failure = vars(state).pop(_FAILURE, None) or next(filter(None, lost), None)
+        try:
+            if root is state:  # The model has raised, of NaN perhaps, and other ranks may never come here.
+                if failure is not None and (error := sys.exc_info()[1]) is not None:
+                    error.__cause__ = error.__cause__ or failure
+                return
+            with agreed(vars(state)[_AGREES]()):
+                if failure is not None:
+                    raise failure
+        except Exception:
+            for group in self._living():  # On all ranks: what was gathered may be NaN.
+                group.reshard()
+                vars(group)[_READS].failure = None
+            raise
+        finally:
+            failure = lost = None  # type: ignore[assignment]  # Its traceback has this frame.
 
     def widest(self) -> torch.Tensor:
         """One of the parameters that the most ranks have parts of."""
@@ -425,22 +456,6 @@ def _outermost(state: Any) -> Any:
     """The state of the outermost module of the forward that is going on, if all ranks agree at its end; else None."""
     root = None if state is None else state._state_ctx.iter_forward_root
     return None if root is None or _AGREES not in vars(root) else root
-
-
-@_disable_dynamo
-def _after_forward(reference: weakref.ref[Any], *_: object) -> None:
-    """A forward hook, after that of FSDP2: have all ranks raise what has failed on one in the outermost forward."""
-    state = reference()
-    # A forward within one of FSDP2 has an outermost one; what is computed again in a backward is part of that.
-    if state is None or _is_in_backward() or state._state_ctx.iter_forward_root is not None:
-        return
-    failure = vars(state).pop(_FAILURE, None)
-    try:
-        with agreed(vars(state)[_AGREES]()):
-            if failure is not None:
-                raise failure
-    finally:
-        failure = None  # Its traceback has this frame, and so what the forward has made.
 
 
 def _reset_sharded_param(param: Any) -> None:

@@ -182,6 +182,41 @@ def fail_in_evaluation(rank: int, directory: str) -> None:
         training.close()
 
 
+def raise_of_nan(module: torch.nn.Module, arguments: object, result: torch.Tensor) -> None:
+    if not torch.isfinite(result).all():
+        raise FloatingPointError
+
+
+def fail_where_the_model_raises_of_nan(rank: int, directory: str) -> None:
+    """That has the failure as its cause, and what was gathered is not used again without a word."""
+    with group(rank) as faults, torch.no_grad():
+        training = Training(directory, faults, "560KiB")
+        plain, net = training.models
+        expected = training.pass_through(plain)
+        hooks = [module.register_forward_hook(raise_of_nan) for module in net.modules() if not [*module.children()]]
+        training.flush()
+        if rank == FAILING:
+            faults.fail_errno, faults.fail_read_at = errno.EIO, 2
+        for _ in range(2):
+            with pytest.raises(FloatingPointError) as caught:
+                training.pass_through(net)
+            faults.fail_read_at = 0
+            if rank == FAILING:
+                assert isinstance(caught.value.__cause__, swapper.SwapIOError)
+        for hook in hooks:
+            hook.remove()
+        with pytest.raises(swapper.SwapIOError) as raised:
+            training.pass_through(net)
+        is_raised(raised.value, rank, "Input/output error")
+        del caught, raised
+        assert torch.equal(training.pass_through(net), expected)
+        training.close()
+
+
+def test_a_model_that_raises_of_what_could_not_be_read(nvme_path: Path, leaves_nothing: None) -> None:
+    ranks.in_processes(fail_where_the_model_raises_of_nan, str(nvme_path))
+
+
 def test_a_late_write_that_fails_on_one_rank_is_raised_by_all(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(fail_to_write, str(nvme_path))
 
