@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from swapper.config import OffloadOptimizerConfig
+from swapper.progress import warn_once
 
 __all__ = ["UNPACKED_AND_PACKED"]
 
@@ -31,6 +32,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def state_on_drive(request: pytest.FixtureRequest) -> str:
     """How it is: one of `UNPACKED_AND_PACKED`, or "" in a test that is not marked."""
     how: str = getattr(request, "param", "")
+    if how:
+        warn_once.cache_clear()  # What one of the two has said the other says, too.
     if how == "packed":
         monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
         stored = OffloadOptimizerConfig.stored_encoding.fget
