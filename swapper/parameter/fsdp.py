@@ -210,7 +210,7 @@ class _Reads:
         self._running = self._is_lost = False
         self._use: ParameterUse | None = None
         self.failure: Exception | None = None
-        """Why FSDP2 has gathered NaN in a forward, until it gathers again, or all ranks have raised it."""
+        """The reason why FSDP2 has gathered NaN, until it gathers again, or all ranks have raised it."""
 
     def __enter__(self) -> None:
         self._end()  # What Ctrl-C has left.
