@@ -21,6 +21,7 @@ import pytest
 import torch
 from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
+from isolation import forks_at_work
 from launcher import run_program
 from mock_cufile import COMPILER, Mock, settled
 
@@ -688,6 +689,7 @@ handle.write(handle.open({str(tmp_path / "file")!r}, "w"), memory)
     assert (tmp_path / "file").read_bytes() == b"\1" * ((4 << 20) + 5)
 
 
+@forks_at_work
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_calls_nothing_of_cufile(mock: Mock, tmp_path: Path) -> None:
     source, target = random_bytes(8 * BLOCK), torch.zeros(8 * BLOCK, dtype=torch.uint8)
