@@ -4,7 +4,8 @@
 given, to bring state to a device. Such a load would write all state to the drive as it is there already. It is
 recognised by all of these, the cheapest first:
 
-- nothing was put into a record or discarded since (`BucketRecords.changes`), and no write is known to have failed;
+- nothing was put into a record, discarded or found unreadable since (`BucketRecords.changes`), no step has failed, and
+  no write is known to have failed;
 - the state that is loaded is of the same parameters, with the same names, all that there are;
 - each large tensor is the memory that was handed out, seen in the same way: its file is still mapped, and torch has
   not written to it (`_version`);

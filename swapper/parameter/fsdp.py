@@ -312,8 +312,9 @@ class SwappedGroups:
         # A forward within one of FSDP2 has an outermost one; what is computed again in a backward is part of that.
         if state is None or _is_in_backward() or root not in (None, state):
             return
-        lost = (vars(group)[_READS].failure for group in self._living())
-        failure = vars(state).pop(_FAILURE, None) or next(filter(None, lost), None)
+        failure = vars(state).pop(_FAILURE, None)
+        for group in self._living():
+            failure = failure or vars(group)[_READS].failure
         try:
             if root is state:  # The model has raised, of NaN perhaps, and other ranks may never come here.
                 if failure is not None and (error := sys.exc_info()[1]) is not None:
@@ -328,7 +329,7 @@ class SwappedGroups:
                 vars(group)[_READS].failure = None
             raise
         finally:
-            failure = lost = None  # type: ignore[assignment]  # Its traceback has this frame.
+            failure = None  # Its traceback has this frame, and so what the forward has made.
 
     def widest(self) -> torch.Tensor:
         """One of the parameters that the most ranks have parts of."""
