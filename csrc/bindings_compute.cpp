@@ -18,6 +18,7 @@
 #include "native_step.h"
 #include "packing.h"
 #include "prefault.h"
+#include "vendor_sqrt.h"
 
 namespace swapper {
 namespace {
@@ -280,6 +281,7 @@ void bind_native_step(py::module_& module) {
         "has_instruction_set",
         [](unsigned set) { return has_instruction_set(static_cast<InstructionSet>(set)); },
         "instruction_set"_a);
+    module.def("has_vendor_sqrt", &has_vendor_sqrt);
     module.def("best_instruction_set", [] { return static_cast<unsigned>(best_instruction_set()); });
 }
 

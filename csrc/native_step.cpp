@@ -13,6 +13,7 @@
 #include "crew.h"
 #include "int8_codec.h"
 #include "step_kernels.h"
+#include "vendor_sqrt.h"
 
 namespace swapper {
 namespace {
@@ -134,6 +135,7 @@ class Run {
             sums_.resize(jobs_.size());
         }
         run_on_crew(threads_, [this] {
+            const VendorOnOneThread alone;
             if (is_counted()) step_pieces();
         });
         if (state_.load(std::memory_order_relaxed) == State::kDamaged) {
@@ -331,6 +333,8 @@ StepProgram::StepProgram(std::vector<Instruction> instructions, std::size_t arra
         throw std::invalid_argument("too many registers");
     for (const Instruction& each : instructions_) {
         if (static_cast<std::size_t>(each.code) >= kOpcodes) throw std::invalid_argument("unknown operation");
+        if (each.code == Opcode::kVendorSqrt && !has_vendor_sqrt())
+            throw std::invalid_argument("torch's square root is not there");
         for (const std::size_t used : {each.out, each.a, each.b, each.c}) {
             if (used >= registers) throw std::invalid_argument("a register is not there");
             used_ |= std::uint32_t{1} << used;

@@ -17,7 +17,7 @@ namespace swapper {
 class StepProgram {
   public:
     // Throws std::invalid_argument if an instruction names a register that is not there, or writes the
-    // gradient.
+    // gradient, or takes a root where has_vendor_sqrt() is false.
     StepProgram(std::vector<Instruction> instructions, std::size_t arrays, std::size_t registers);
 
     const std::vector<Instruction>& instructions() const { return instructions_; }

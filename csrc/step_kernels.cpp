@@ -4,6 +4,8 @@
 #include <initializer_list>
 #include <stdexcept>
 
+#include "vendor_sqrt.h"
+
 #if defined(__clang__)
 #define STEP_LOOP _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -272,6 +274,9 @@ CODEC_INLINE void run_tile(const Instruction* instructions, std::size_t count, f
                     const float back = x - 1.0F;
                     STEP_LOOP for (std::size_t i = 0; i < numel; ++i) out[i] = fma1(back, b[i] - a[i], b[i]);
                 }
+                break;
+            case Opcode::kVendorSqrt:
+                vendor_sqrt(a, out, numel);
                 break;
             case Opcode::kFusedAdam:
                 run_fused<FusedAdam>(it, registers, numel);

@@ -45,8 +45,9 @@ enum class Opcode : std::uint8_t {
     kFill,          // x
     kClampMin,      // a, or x if that is larger
     kClampMax,      // a, or x if that is smaller
+    kVendorSqrt,    // the root of a as torch has it: see vendor_sqrt.h
 };
-constexpr std::size_t kOpcodes = 22;
+constexpr std::size_t kOpcodes = 23;
 
 struct Instruction {
     Opcode code = Opcode::kCopy;

@@ -357,3 +357,6 @@ def has_instruction_set(instruction_set: int) -> bool:
 
 def best_instruction_set() -> int:
     """The fastest that the processor has."""
+
+def has_vendor_sqrt() -> bool:
+    """True if a program can take roots as torch does: see csrc/vendor_sqrt.h. Torch is loaded before."""

@@ -41,6 +41,7 @@ from swapper.optimizer.step_program import (
     compiled,
     refusal,
     scratch_for,
+    ways_of,
 )
 from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
 from swapper.process.interrupts import interrupts_deferred
@@ -57,7 +58,6 @@ _PROBE_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 64, 100, 257, 1003)
 _OTHER_SIZES = (15, 2, 2)
 """Of the first dimensions of a token, at most `TOKEN_NUMEL` in all: the first is larger than the others together."""
 
-_CONTRACTIONS = (2, 0, 1, 3)
 _KINDS = ("usual", "small", "bits")
 _RECORDINGS_MAX = 64
 """In a step: each takes the time of about a million elements."""
@@ -161,7 +161,7 @@ class NativeSteps:
         self._groups: dict[int, _Group] = {}  # of this step
         self._short: set[tuple[tuple[str, bool], ...]] = set()  # flags of groups whose steps are few operations
         self._room: Tensor | None = None  # for roots; of this step
-        self._contractions: dict[tuple[Any, ...], int | None] = {}
+        self._ways: dict[tuple[Any, ...], int | None] = {}
         self._reasons: set[str] = set()
         self._is_told = False
 
@@ -220,7 +220,7 @@ class NativeSteps:
             case = _Case(optimizer, number, dims, large, small, {})
             token = _probe_token(TOKEN_NUMEL, 2 + len(large), torch.Generator().manual_seed(0), _KINDS[0])
             operations = self._recorded_twice(case, token).recorder.operations
-            compiled(operations, len(large), self._contraction(case, operations))
+            compiled(operations, len(large), self._way(case, operations))
             self._note_length(_flags(optimizer.param_groups[number]), operations)
         except ConfigError as error:  # Found when it was planned, or only in this probe: then the step says so.
             return str(error)
@@ -388,7 +388,7 @@ class NativeSteps:
         try:
             recorded = self._recorded_twice(case, token)
             operations = recorded.recorder.operations
-            program = compiled(operations, len(case.keys), self._contraction(case, operations))
+            program = compiled(operations, len(case.keys), self._way(case, operations))
         except Unsupported as unsupported:
             self._tell(case.optimizer, str(unsupported))
             return _Recording(None)
@@ -467,18 +467,18 @@ class NativeSteps:
         if found != register:
             recorder.operations.append(Operation(COPY, register, found, found, found))
 
-    def _contraction(self, case: _Case, operations: Sequence[Operation]) -> int:
-        """Find by a trial how torch's kernels round; 0 where it does not matter.
+    def _way(self, case: _Case, operations: Sequence[Operation]) -> int:
+        """Find by a trial the best of `ways_of(operations)` that has the class's bits.
 
         Raises:
-            Unsupported: no way gives the class's bits.
+            Unsupported: none has, or the core has no way.
         """
         flags = _flags(case.optimizer.param_groups[case.number])
         shape = tuple((each.opcode, each.out, each.a, each.b, each.c) for each in operations)
         key = (flags, shape, case.dims, torch.get_num_threads())
-        if key not in self._contractions:
-            self._contractions[key] = self._try(case, operations)
-        found = self._contractions[key]
+        if key not in self._ways:
+            self._ways[key] = self._try(case, operations)
+        found = self._ways[key]
         if found is None:
             raise Unsupported("a trial, which gave other bits than the class's own step")
         if not self._is_told:
@@ -487,17 +487,18 @@ class NativeSteps:
         return found
 
     def _try(self, case: _Case, operations: Sequence[Operation]) -> int | None:
+        ways = ways_of(operations)
+        left = _compilable(operations, len(case.keys), ways)
         is_fused = any(each.opcode in FUSED for each in operations)
-        left = set(_CONTRACTIONS if is_fused else _CONTRACTIONS[:1])
         generator = torch.Generator().manual_seed(0)
         for numel in _PROBE_LENGTHS:
             for kind in (*_KINDS, *(["zeros"] if is_fused else [])):
                 recorded = self._recorded(case, _probe_token(numel, 2 + len(case.keys), generator, kind))
-                for contraction in sorted(left):
-                    program = compiled(recorded.recorder.operations, len(case.keys), contraction)
+                for way in sorted(left):
+                    program = compiled(recorded.recorder.operations, len(case.keys), way)
                     if not self._agrees(program, recorded):
-                        left.remove(contraction)
-        return next((each for each in _CONTRACTIONS if each in left), None)
+                        left.remove(way)
+        return next((each for each in ways if each in left), None)
 
     def _agrees(self, program: NativeProgram, recorded: _Recorded) -> bool:
         """True if `program` gives what the class gave."""
@@ -512,6 +513,24 @@ class NativeSteps:
         if reason not in self._reasons:
             self._reasons.add(reason)
             log.info("%s is stepped by its own class, because of %s", _name(optimizer), reason)
+
+
+def _compilable(operations: Sequence[Operation], state: int, ways: Sequence[int]) -> set[int]:
+    """Return which of `ways` the core has for `operations`, of so many state tensors.
+
+    Raises:
+        Unsupported: it has none.
+    """
+    left, reason = set(), None
+    for way in ways:
+        try:
+            compiled(operations, state, way)
+            left.add(way)
+        except Unsupported as unsupported:
+            reason = unsupported
+    if not left and reason is not None:
+        raise reason
+    return left
 
 
 def _flushes_denormals() -> bool:

@@ -1,4 +1,4 @@
-"""`NativeProgram`: a recorded step, as programs of the native core with square roots of torch's between them."""
+"""`NativeProgram`: a recorded step, as a program of the native core, or two with square roots of torch's between."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ __all__ = [
     "compiled",
     "refusal",
     "scratch_for",
+    "ways_of",
 ]
 
 _REGISTERS_MAX = 24  # as in csrc/step_program.h
+
+_CONTRACTIONS = (2, 0, 1, 3)
+"""Of torch's fused kernels: see csrc/step_program.h."""
+
+_ROOTS_BETWEEN, _ROOTS_INSIDE = 0, 1
 
 
 _Coded = tuple[int, bool, bool, int, int, int, int, int, int, int]
@@ -182,20 +188,31 @@ def best_instruction_set() -> int:
     return _native.best_instruction_set()
 
 
-def compiled(operations: Sequence[Operation], state: int, contraction: int) -> NativeProgram:
+def ways_of(operations: Sequence[Operation]) -> tuple[int, ...]:
+    """The ways in which `operations` can be compiled, the best first. Which of them has torch's bits a trial says."""
+    if any(each.opcode in FUSED for each in operations):
+        return _CONTRACTIONS
+    if any(each.opcode == SQRT for each in operations) and _native.has_vendor_sqrt():
+        return _ROOTS_INSIDE, _ROOTS_BETWEEN
+    return (_ROOTS_BETWEEN,)
+
+
+def compiled(operations: Sequence[Operation], state: int, way: int) -> NativeProgram:
     """The program of `operations`.
 
     Args:
         state: count of state tensors: their registers begin at `FIRST_STATE`.
-        contraction: of torch's fused kernels: see csrc/step_program.h.
+        way: one of `ways_of(operations)`.
 
     Raises:
         Unsupported: a square root is taken of what comes of another, or the operations need too many registers.
     """
-    operations = [replace(each, contraction=contraction) if each.opcode in FUSED else each for each in operations]
-    if not any(each.opcode == SQRT for each in operations):
+    is_fused = any(each.opcode in FUSED for each in operations)
+    if is_fused:
+        operations = [replace(each, contraction=way) if each.opcode in FUSED else each for each in operations]
+    if not any(each.opcode == SQRT for each in operations) or (way == _ROOTS_INSIDE and not is_fused):
         return NativeProgram(operations, None, [], state)
-    if any(each.opcode in FUSED for each in operations):
+    if is_fused:
         raise Unsupported("a square root beside a fused kernel")
     return _split(operations, state)
 

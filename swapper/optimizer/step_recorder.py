@@ -7,7 +7,8 @@ memory. Nothing of a class is known here, and nothing is believed: the token tha
 answer, and the replay of the recording must give the same bits on the same token before anything else is written. What
 holds an operation that is not in the tables below is stepped by the class, as are the first steps, which make state.
 
-torch's `sqrt` is a vendor's on x86, and not the nearest float: it is called, on whole segments, between two programs.
+torch's `sqrt` is a vendor's on x86, and not the nearest float. The core calls the vendor's function where it finds it;
+else `torch.sqrt` is called, on whole segments, between two programs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ __all__ = ["COPY", "FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
 # As in csrc/step_program.h.
 COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
 _DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM, _FUSED_ADAGRAD = range(9, 18)
-_RSQRT, _FILL, _CLAMP_MIN, _CLAMP_MAX = range(18, 22)
-SQRT = 22
-"""Opcode of what the core does not do."""
+_RSQRT, _FILL, _CLAMP_MIN, _CLAMP_MAX, SQRT = range(18, 23)
 FUSED = (_FUSED_ADAM, _FUSED_SGD, _FUSED_ADAGRAD)
 """Opcodes of torch's fused kernels."""
 

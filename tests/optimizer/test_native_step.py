@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -252,6 +253,37 @@ def test_any_bits_of_any_length_step_as_in_plain_torch(
     lengths = [*range(64, 128), 300, 16384 + 5, 70003]
     assert_one_step_is_the_same(name, lengths, 7, "64KiB")
     assert all(native == all_ for native, all_ in chosen) and chosen
+
+
+WITH_ROOTS = ["AdamW", "AdamW-foreach", "Adam", "Replacing"]
+
+
+@pytest.mark.parametrize("name", WITH_ROOTS)
+@pytest.mark.parametrize("found", ["vendor", "none", "another"])
+def test_roots_are_taken_by_the_vendor_only_where_they_are_torchs(
+    found: str, name: str, chosen: Chosen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else by torch itself, between two programs: where torch has no such function, or calls another one."""
+    if found == "none":
+        monkeypatch.setattr(_native, "has_vendor_sqrt", lambda: False)
+    elif not _native.has_vendor_sqrt():
+        pytest.skip("this torch takes roots by no vendor's function")
+    if found == "another":
+        native_program = step_program._native_program
+
+        def other(operations: Sequence[step_recorder.Operation], arrays: int) -> _native.StepProgram:
+            """With 1 / root in the place of the vendor's."""
+            replaced = [replace(e, opcode=18) if e.opcode == step_recorder.SQRT else e for e in operations]
+            return native_program(replaced, arrays)
+
+        monkeypatch.setattr(step_program, "_native_program", other)
+    taken = []
+    sqrt = torch.sqrt
+    monkeypatch.setattr(torch, "sqrt", lambda *args, **kwargs: taken.append(args[0].numel()) or sqrt(*args, **kwargs))
+    numel = 70003
+    assert_one_step_is_the_same(name, [numel, 300], 3, "64KiB")
+    assert all(native == all_ for native, all_ in chosen) and chosen
+    assert any(n > 1500 for n in taken) == (found != "vendor")
 
 
 @pytest.mark.thorough("a million values for each class; a few lengths and threads otherwise")

@@ -8,8 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from swapper.io import _native
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
-from swapper.optimizer.step_program import NativeSegment, Unsupported, best_instruction_set, compiled, scratch_for
+from swapper.optimizer.step_program import (
+    NativeSegment,
+    Unsupported,
+    best_instruction_set,
+    compiled,
+    scratch_for,
+    ways_of,
+)
 from swapper.optimizer.step_recorder import COPY, PARAMETER, SQRT, Operation
 
 ABS, ADD, MUL, MUL_NUMBER, FILL, CLAMP_MAX = 2, 5, 7, 8, 19, 21  # as in csrc/step_program.h
@@ -35,10 +43,10 @@ def one_after_the_other(operations: list[Operation], tensors: list[torch.Tensor]
     return [registers[i] for i in range(len(tensors))]
 
 
-def natively(operations: list[Operation], tensors: list[torch.Tensor], is_split: bool) -> list[torch.Tensor]:
+def natively(operations: list[Operation], tensors: list[torch.Tensor], is_split: bool, way: int) -> list[torch.Tensor]:
     """What the program of `operations` makes of `tensors`, of which the first may be a split master."""
     values, gradient, *state = (each.clone() for each in tensors)
-    program = compiled(operations, len(state), 0)
+    program = compiled(operations, len(state), way)
     bits, low = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
     ties, new_ties = torch.empty(2, ties_bytes_max(NUMEL), dtype=torch.uint8)
     places = [values.data_ptr(), 0, 0, 0, 0, 0]
@@ -71,9 +79,10 @@ def assert_same(operations: list[Operation], memory: int, seed: int) -> None:
     tensors = list(torch.randn(memory, NUMEL, generator=torch.Generator().manual_seed(seed)).abs_())
     tensors[0] = tensors[0].half().float()  # One in eight is a tie.
     expected = one_after_the_other(operations, tensors)
-    for is_split in (False, True):
-        for mine, other in zip(natively(operations, tensors, is_split), expected, strict=True):
-            assert torch.equal(mine.view(torch.int32), other.view(torch.int32)), (seed, operations)
+    for way in ways_of(operations):
+        for is_split in (False, True):
+            for mine, other in zip(natively(operations, tensors, is_split, way), expected, strict=True):
+                assert torch.equal(mine.view(torch.int32), other.view(torch.int32)), (way, seed, operations)
 
 
 @pytest.mark.parametrize("memory", [2, 3, 4])
@@ -112,6 +121,45 @@ def test_roots(name: str) -> None:
     assert_same(ROOTS[name], 4, 0)
 
 
-def test_a_root_of_a_root_is_refused() -> None:
+ROOT_OF_A_ROOT = [unary(SQRT, 3, 2), unary(ABS, 4, 3), unary(SQRT, 0, 4)]
+
+
+def test_a_root_of_a_root_is_refused_between_two_programs() -> None:
     with pytest.raises(Unsupported, match="what comes of another"):
-        compiled([unary(SQRT, 3, 2), unary(ABS, 4, 3), unary(SQRT, 0, 4)], 1, 0)
+        compiled(ROOT_OF_A_ROOT, 1, 0)
+
+
+needs_vendor = pytest.mark.skipif(
+    not _native.has_vendor_sqrt(), reason="this torch takes roots by no vendor's function"
+)
+
+
+@needs_vendor
+def test_a_root_of_a_root_is_taken_inside() -> None:
+    way = ways_of(ROOT_OF_A_ROOT)[0]
+    tensors = [torch.rand(NUMEL) for _ in range(3)]
+    mine = natively(ROOT_OF_A_ROOT, tensors, False, way)
+    assert torch.equal(mine[0], tensors[2].sqrt().abs().sqrt())
+    assert compiled(ROOT_OF_A_ROOT, 1, way).scratch_arrays == 0
+
+
+@needs_vendor
+@pytest.mark.parametrize("threads", [1, 3])
+def test_roots_inside_are_those_of_torch_wherever_an_array_begins_and_ends(threads: int) -> None:
+    operations = [unary(SQRT, 2, 2), unary(COPY, 0, 2)]
+    program = compiled(operations, 1, ways_of(operations)[0])
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 1 << 31, (1 << 18,), generator=generator, dtype=torch.int64)
+    a = bits.to(torch.int32).view(torch.float32)
+    expected = a.sqrt()
+    for begin, stop in [(i, 1 << 18) for i in range(20)] + [
+        (3, 3 + n) for n in (1, 2, 7, 8, 15, 16, 17, 255, 257, 1003)
+    ]:
+        state, values = a.clone()[begin:stop], torch.zeros(stop - begin)
+        gradient = torch.zeros(stop - begin)
+        places = (values.data_ptr(), 0, 0, 0, 0, 0)
+        segment = NativeSegment(stop - begin, *places, gradient, [state.data_ptr()], [state].__getitem__)
+        program.run([segment], None, threads, best_instruction_set())
+        same = values.view(torch.int32) == expected[begin:stop].view(torch.int32)
+        assert bool((same | (values.isnan() & expected[begin:stop].isnan())).all()), (begin, stop)
+        assert torch.equal(state.view(torch.int32), values.view(torch.int32))
