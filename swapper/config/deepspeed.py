@@ -137,6 +137,14 @@ def _take(section: dict[str, Any], name: str, default: Any = None) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _take_switch(section: dict[str, Any], name: str, path: str) -> bool:
+    """Take a switch out of `section`: false if it is not given. DeepSpeed takes 1 and 0 for one, too."""
+    value = _take(section, name, False)
+    if value not in (True, False):
+        raise ConfigError(f"{path}{name}: {show(value)} is not a switch; write true or false")
+    return bool(value)
+
+
 def _take_section(document: dict[str, Any], name: str, path: str = "") -> dict[str, Any]:
     value = _take(document, name, {})
     if not isinstance(value, Mapping):
@@ -174,17 +182,30 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
         ConfigError: the document is not one of DeepSpeed's, or cannot be honoured and must not be ignored.
     """
     unhonoured: list[str] = []
+    if isinstance(document.get("deepspeed_config"), Mapping):
+        raise ConfigError(
+            "deepspeed_config: this is a config of accelerate; give the DeepSpeed JSON that its deepspeed_config_file "
+            "names, or make an OffloadConfig with what its offload_..._device and offload_..._nvme_path say"
+        )
     document.update({name: _unquoted(document[name]) for name in _READ if name in document})
     if isinstance(document.get("zero_optimization"), bool):  # DeepSpeed's oldest form
         document["zero_optimization"] = {"stage": int(document["zero_optimization"])}
     zero = _take_section(document, "zero_optimization")
     optimizer = _take_section(zero, "offload_optimizer", "zero_optimization.")
     param = _take_section(zero, "offload_param", "zero_optimization.")
-    if _take(zero, "cpu_offload") is True:  # the older names of `device: cpu`
-        optimizer.setdefault("device", "cpu")
-    for name in ("cpu_offload_param", "cpu_offload_params"):
-        if _take(zero, name) is True:
-            param.setdefault("device", "cpu")
+    for older, name, section in (  # the older names of `device: cpu`
+        ("cpu_offload", "offload_optimizer", optimizer),
+        ("cpu_offload_param", "offload_param", param),
+        ("cpu_offload_params", "offload_param", param),
+    ):
+        if _take_switch(zero, older, "zero_optimization.") and section.setdefault("device", "cpu") != "cpu":
+            unhonoured.append(f"zero_optimization.{older}: {name}.device is given too, and used")
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", param)):
+        if section and "device" not in section:
+            unhonoured.append(
+                f"zero_optimization.{name}: has no key 'device' beside {', '.join(map(repr, section))}, so it is off, "
+                "as in DeepSpeed"
+            )
     _take(zero, "cpu_offload_use_pin_memory")
     aio = _translate_aio(document, _take_section(zero, "aio", "zero_optimization."), unhonoured)
     masters, numel_bytes = _translate_precision(document, unhonoured)
@@ -238,7 +259,8 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
     if (steps := _take(document, "gradient_accumulation_steps")) is not None:
         values["gradient_accumulation_steps"] = steps
     if "nvme" in (device, param_device):
-        values["nvme_path"] = path if path is not None else param_path
+        paths = [path, param_path] if device == "nvme" else [param_path, path]
+        values["nvme_path"] = next((each for each in paths if each is not None), None)
     unhonoured += _note_rest({key: document.pop(key) for key in _ELSEWHERE if key in document}, "", _ELSEWHERE)
     if _rest(document):
         unhonoured.append(f"{_rest(document)}: not about swapping, not read; your training loop does this")
@@ -267,16 +289,18 @@ def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> tup
     masters, numel_bytes = False, 4
     for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = _take_section(document, name)
+        if section and "enabled" not in section:
+            unhonoured.append(f"{name}: has no key 'enabled', so it is off, as in DeepSpeed")
         enabled = section.pop("enabled", False)
-        if enabled not in (True, "auto"):
-            if enabled is not False:
-                raise ConfigError(f"{name}.enabled: {show(enabled)} is not a switch; write true or false")
+        if enabled not in (True, False, "auto"):
+            raise ConfigError(f"{name}.enabled: {show(enabled)} is not a switch; write true or false")
+        if not enabled:
             continue
-        without = [_take(section, f"{name}_master_weights_and_grads") is True for name in ("bf16", "fp16")]
+        without = [_take_switch(section, f"{each}_master_weights_and_grads", f"{name}.") for each in ("bf16", "fp16")]
         masters, numel_bytes = not any(without), 2
-        if enabled is True:
+        if enabled != "auto":
             unhonoured.append(f"{name}.enabled: the model is not cast for you; call model.to(torch.{dtype})")
-        if enabled is True and name == "fp16":
+        if enabled != "auto" and name == "fp16":
             unhonoured.append("fp16: the loss is not scaled for you; use torch.amp.GradScaler")
         if _rest(section):
             unhonoured.append(f"{_rest(section, f'{name}.')}: not read")
@@ -298,7 +322,7 @@ def _translate_aio(document: dict[str, Any], inner: dict[str, Any], unhonoured: 
         threads = _take(aio, key)
         if threads is not None and values.setdefault("intra_op_parallelism", threads) != threads:
             unhonoured.append(f"aio.{key} ({threads}): another number of threads is given too, and used")
-    if _take(aio, "use_gds") is True:
+    if _take_switch(aio, "use_gds", "aio."):
         unhonoured.append("aio.use_gds: aio.gds is auto, with which bytes go through the pool where they must")
     if _rest(aio):
         unhonoured.append(f"{_rest(aio, 'aio.')}: swapper has no such setting")

@@ -187,6 +187,13 @@ def test_a_second_path_for_parameters_is_named(tmp_path: Path) -> None:
     assert any("offload_param.nvme_path" in line for line in converted(document)[1])
 
 
+def test_parameters_go_to_their_own_path_if_the_state_is_on_no_drive(tmp_path: Path) -> None:
+    theirs = {"device": "nvme", "nvme_path": str(tmp_path)}
+    assert converted(zero(3, "cpu", offload_param=theirs))[0].nvme_path == tmp_path
+    del theirs["nvme_path"]
+    assert converted(zero(3, "cpu", offload_param=theirs))[0].nvme_path == Path("/local_nvme")
+
+
 def test_an_unknown_device_of_parameters_is_refused() -> None:
     assert "offload_param.device: 'disk'" in error_of(
         lambda: OffloadConfig.from_deepspeed(zero(3, offload_param={"device": "disk"}))
@@ -210,6 +217,38 @@ def test_older_deepspeed_names_are_read() -> None:
     for name in ("cpu_offload_param", "cpu_offload_params"):
         config, _ = converted({"zero_optimization": {"stage": 3, name: True}})
         assert config.offload_param.device == "cpu"
+
+
+def test_older_deepspeed_names_beside_newer_ones_are_named() -> None:
+    for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        for device in ("none", "nvme"):
+            config, lines = converted(zero(3, **{older: True, name: {"device": device, "nvme_path": "/local_nvme"}}))
+            assert getattr(config, name).device == device
+            assert f"zero_optimization.{older}: {name}.device is given too, and used" in lines
+    assert not any("cpu_offload" in line for line in converted(zero(3, "cpu", cpu_offload=True))[1])
+
+
+def test_switches_of_deepspeed_may_be_one_and_zero() -> None:
+    document: dict[str, Any] = {"zero_optimization": {"stage": 3, "cpu_offload": 1, "cpu_offload_params": "1"}}
+    document["bf16"] = {"enabled": 1, "bf16_master_weights_and_grads": 1}
+    config, lines = converted({**document, "fp16": {"enabled": 0}, "aio": {"use_gds": 1}})
+    assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
+    assert not config.offload_optimizer.master_weights
+    assert "bf16.enabled: the model is not cast for you; call model.to(torch.bfloat16)" in lines
+    assert any(line.startswith("aio.use_gds") for line in lines)
+
+
+def test_a_section_without_its_switch_is_named() -> None:
+    document = zero(3, offload_param={"device": "cpu"})
+    document["zero_optimization"]["offload_optimizer"] = {"Device": "nvme", "nvme_path": "/local_nvme"}
+    config, lines = converted({**document, "bf16": {"Enabled": True}, "fp16": {}})
+    assert (config.offload_optimizer.device, config.offload_optimizer.master_weights) == ("none", False)
+    assert (
+        "zero_optimization.offload_optimizer: has no key 'device' beside 'Device', 'nvme_path', so it is off, as in "
+        "DeepSpeed"
+    ) in lines
+    assert "bf16: has no key 'enabled', so it is off, as in DeepSpeed" in lines
+    assert not any(line.startswith("fp16") for line in lines)
 
 
 def test_partial_offload_is_named() -> None:
@@ -390,6 +429,17 @@ def test_path_may_come_from_outside_the_deepspeed_config() -> None:
             "zero_optimization.offload_param.max_in_cpu: 'all' is not a number",
         ),
         ({**zero(3), "bf16": {"enabled": "maybe"}}, "bf16.enabled: 'maybe' is not a switch"),
+        (
+            {**zero(3), "bf16": {"enabled": True, "bf16_master_weights_and_grads": "yes"}},
+            "bf16.bf16_master_weights_and_grads: 'yes' is not a switch",
+        ),
+        (zero(3, cpu_offload="on"), "zero_optimization.cpu_offload: 'on' is not a switch"),
+        (zero(3, cpu_offload_param={}), "zero_optimization.cpu_offload_param: {} is not a switch"),
+        ({**zero(3), "aio": {"use_gds": "maybe"}}, "aio.use_gds: 'maybe' is not a switch"),
+        (
+            {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"}, "mixed_precision": "bf16"},
+            "deepspeed_config: this is a config of accelerate; give the DeepSpeed JSON",
+        ),
         ({**zero(3), "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not allowed"),
     ],
 )
