@@ -30,7 +30,10 @@ def cast_to_byte_tensor(src_tensor: torch.Tensor | Sequence[torch.Tensor]) -> to
         return [cast_to_byte_tensor(each) for each in src_tensor]
     if src_tensor.layout != torch.strided:
         raise ValueError(f"a dense tensor is needed, not {src_tensor.layout}")
-    if not src_tensor.is_contiguous() or src_tensor.is_conj() or src_tensor.is_neg():
+    if src_tensor.is_conj() or src_tensor.is_neg():
+        resolve = "resolve_conj" if src_tensor.is_conj() else "resolve_neg"
+        raise ValueError(f"a tensor is needed whose memory has its values, not a view that changes them: `{resolve}()`")
+    if not src_tensor.is_contiguous():
         raise ValueError(
             f"a contiguous tensor is needed, not one of shape {tuple(src_tensor.shape)} and strides "
             f"{src_tensor.stride()}: call `contiguous()`"

@@ -759,7 +759,8 @@ def test_what_is_wrong_with_a_buffer_is_raised_before_a_file_is_made(tmp_path: P
         (square.t(), "contiguous"),
         (square[:, 1:], "contiguous"),
         (torch.zeros(1).expand(5), "contiguous"),
-        (torch.zeros(3, dtype=torch.complex64).conj(), "contiguous"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), r"resolve_conj\(\)"),
+        (torch.zeros(3, dtype=torch.complex64).conj().imag, r"resolve_neg\(\)"),
         (torch.zeros(3, device="meta"), "meta"),
         (torch.zeros(3).to_sparse(), "dense"),
     ):
