@@ -35,6 +35,7 @@ from swapper.io.handle import AsyncIOHandle
 __all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
+_ZIP_START = b"PK\3\4"
 _DEFERRED_BYTES_MIN = 1 << 20
 _NO_STORAGES = frozenset([str, int, float, bool, bytes, tuple, list, dict, set, type, type(None), types.FunctionType])
 
@@ -334,7 +335,8 @@ def load(
 
     direct = weights_only and has_accelerator() and not callable(map_location)
     with InputFile(path, pool_bytes=pool_bytes, handle=handle) as file:
-        if file.read_at(0, 4) == b"PK\3\4":
+        start = file.read_at(0, 4)
+        if _ZIP_START.startswith(start):  # Also a file that is shorter, or empty, as others leave it after a crash.
             file.check()
             if direct:
                 found = _load_to_devices(file, map_location, load_from)

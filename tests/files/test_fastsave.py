@@ -382,14 +382,19 @@ def test_what_is_no_zip_file_goes_to_torch(tmp_path: Path) -> None:
     for load in (torch.load, swapper.load):
         with pytest.raises(pickle.UnpicklingError):
             load(tmp_path / "text")
-    (tmp_path / "empty").touch()
-    for load in (torch.load, swapper.load):
-        with pytest.raises(EOFError):
-            load(tmp_path / "empty")
     with pytest.raises(SwapIOError, match="does not exist"):
         swapper.load(tmp_path / "nowhere")
     with pytest.raises(SwapIOError, match="directory"):
         swapper.load(tmp_path)
+
+
+@pytest.mark.parametrize("length", range(5))
+def test_a_file_cut_off_in_its_first_bytes_is_named(tmp_path: Path, length: int) -> None:
+    swapper.save({"a": torch.ones(3)}, tmp_path / "x")
+    os.truncate(tmp_path / "x", length)
+    with pytest.raises(SwapIOError, match="it was truncated") as caught:
+        swapper.load(tmp_path / "x")
+    assert (caught.value.errno, caught.value.filename) == (errno.EBADMSG, str(tmp_path / "x"))
 
 
 def test_map_location(tmp_path: Path) -> None:
