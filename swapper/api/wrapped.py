@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import SwapError
 from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.tensors.grad_modes import outside_of_inference
 
 __all__ = ["of", "unwrap_optimizer"]
 
@@ -30,7 +31,8 @@ def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _
         raise SwapError(
             "unwrapping would lose the fp32 master weights; save optimizer.state_dict(), or pass drop_masters=True"
         )
-    swapper.unwrap()
+    with outside_of_inference():  # What comes back is trained outside of that mode.
+        swapper.unwrap()
     return optimizer
 
 

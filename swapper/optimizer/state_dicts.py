@@ -28,7 +28,7 @@ from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import TensorStore
-from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 from swapper.tensors.sharded import Sharding, is_sharded, local_of, local_value, sharded_like
 
 __all__ = [
@@ -278,7 +278,7 @@ class StateRecords:
         self.forget()
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         passed_bytes = 0
-        with modes_kept():
+        with outside_of_inference():  # What stays in memory is stepped outside of that mode.
             set_grad_mode(False)
             for bucket in progress(self.plan.buckets, "writing optimizer state", show):
                 chosen = [segment for segment in bucket.segments if segment.of in wanted]

@@ -48,7 +48,7 @@ from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import bring_back_gradients
-from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 
 __all__ = ["OptimizerSwapper"]
 
@@ -518,7 +518,7 @@ class OptimizerSwapper:
                 return
             self._follower.extend(optimizer, [parameter])
         _, entries = self._records.checked([(parameter, entries)]).popitem()
-        with self._guard.replacing("assigning to optimizer.state"), modes_kept():
+        with self._guard.replacing("assigning to optimizer.state"), outside_of_inference():
             set_grad_mode(False)
             self._records.replace_one(optimizer, parameter, entries)
 

@@ -43,7 +43,7 @@ from swapper.storage.record_store import RecordStore
 from swapper.tensors.dispatch_modes import outside_of_dispatch_modes, refuse_fake_tensors
 from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good
-from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 from swapper.tensors.homes import TemporaryHome, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import is_shared
@@ -146,7 +146,7 @@ class ParameterOwner(ParameterCache):
         """
         if self._closed or os.getpid() != self._pid:
             return
-        with self._lock:
+        with self._lock, outside_of_inference():  # What comes back is trained outside of that mode.
             if keep_values:
                 for held in self._all:
                     self._restore_values(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import gc
@@ -183,6 +184,41 @@ def test_offload_in_inference_mode_is_for_training_too(nvme_path: Path) -> None:
         swapper.offload(model, optimizer, make_config(nvme_path))
         model(torch.ones(1, WIDTH))
     assert train(model, optimizer) == plain_losses()
+
+
+def closed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    swapper_of(model).close(keep_values=True)
+
+
+def unwrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    swapper.unwrap_optimizer(optimizer)
+
+
+def loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    swapper.of(optimizer).reset()
+    optimizer.load_state_dict(saved)
+
+
+def assigned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        optimizer.state[p] = swapper.of(optimizer).state(p)
+
+
+@pytest.mark.parametrize("action", [closed, unwrapped, loaded, assigned], ids=lambda action: action.__name__)
+def test_what_is_given_back_or_loaded_in_inference_mode_is_trained_after_it(
+    action: Callable[[nn.Module, torch.optim.Optimizer], None], nvme_path: Path
+) -> None:
+    plain = make_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    train(plain, plain_optimizer)
+    model, optimizer = offloaded(make_config(nvme_path))
+    train(model, optimizer)
+    with torch.inference_mode():
+        action(model, optimizer)
+    assert train(model, optimizer) == train(plain, plain_optimizer)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_after_init_in_inference_mode_the_pool_is_for_training_too(nvme_path: Path) -> None:
