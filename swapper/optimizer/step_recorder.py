@@ -107,6 +107,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(tensor)
         self.states_stop = self.registers
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile compiles within it, too. Else it would leave the function uncompiled for good."""
+        return True  # What older versions of torch ask; newer ones ask the next.
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `is_infra_mode`. What compiled code computes is not seen, so its replay has other bits and is not used."""
+        return True
+
     def register_of(self, tensor: Tensor) -> int | None:
         """The register that `tensor` is; None if it is none."""
         whole = tensor.dtype is torch.float32 and tensor.numel() == self._numel and tensor.is_contiguous()

@@ -255,6 +255,49 @@ def test_any_bits_of_any_length_step_as_in_plain_torch(
     assert all(native == all_ for native, all_ in chosen) and chosen
 
 
+def compiled_to_numpy(graph: Any, inputs: Any) -> Callable[..., tuple[torch.Tensor]]:
+    """A backend of torch.compile whose code calls no operation of torch, and has the nearest floats to roots."""
+
+    def run(*args: Any) -> tuple[torch.Tensor]:
+        (values,) = (each for each in args if isinstance(each, torch.Tensor))
+        return (torch.from_numpy(np.sqrt(values.detach().numpy()) * np.float32(0.75)),)
+
+    return run
+
+
+def test_a_class_that_is_compiled_steps_itself_and_stays_compiled() -> None:
+    @torch.compile(dynamic=True, backend=compiled_to_numpy)
+    def root_of(values: torch.Tensor) -> torch.Tensor:
+        return values.sqrt()
+
+    class Compiled(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["square"] = state.get("square", torch.zeros_like(p)) * 0.9 + p.grad * p.grad
+                p.addcdiv_(p.grad, root_of(state["square"]) + 1.0, value=-0.1)
+
+    swapper.register_elementwise(Compiled)
+
+    def steps(is_swapped: bool) -> torch.Tensor:
+        p = nn.Parameter(torch.ones(70003))
+        optimizer = Compiled([p])
+        if is_swapped:
+            wrapped(optimizer)
+        for step in range(3):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        return p.detach()
+
+    plain = steps(False)
+    assert same(steps(True), plain)
+    assert same(steps(False), plain)
+
+
 WITH_ROOTS = ["AdamW", "AdamW-foreach", "Adam", "Replacing"]
 
 
