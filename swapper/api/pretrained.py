@@ -210,8 +210,8 @@ def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
     """
     if by not in _QUANTISED:
         raise ConfigError(
-            f"{path} is a quantised model ({by}), and of those only {' and '.join(_QUANTISED)}'s stay in their files "
-            "in this version of swapper; load it in memory, run a forward, in which some decompress their weights, and "
+            f"{path} is a quantised model ({by}); of those, only what these have quantised stays in its files in this "
+            f"version of swapper: {', '.join(_QUANTISED)}. Load it in memory, run a forward, in which some decompress their weights, and "
             "then call swapper.offload"
         )
     if by == "bitsandbytes":
