@@ -210,9 +210,9 @@ def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
     """
     if by not in _QUANTISED:
         raise ConfigError(
-            f"{path} is a quantised model ({by}); of those, only what these have quantised stays in its files in this "
-            f"version of swapper: {', '.join(_QUANTISED)}. Load it in memory, run a forward, in which some decompress their weights, and "
-            "then call swapper.offload"
+            f"{path} is a quantised model ({by}); only what these have quantised stays in its files in this version of "
+            f"swapper: {', '.join(_QUANTISED)}. Load it in memory, run a forward, in which some decompress their "
+            "weights, and then call swapper.offload"
         )
     if by == "bitsandbytes":
         kwargs["device_map"] = {"": "cpu"}  # Else it goes to the accelerator, where there is one.

@@ -131,8 +131,8 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
 
     Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
-    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator. Raises ConfigError
-    if it is no class of optimizers.
+    probe still checks it, as far as small tensors show: where bits differ, whole parameters are used. Can be used as a
+    decorator. Raises ConfigError if it is no class of optimizers.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise ConfigError(f"{show(cls)} is not a class of optimizers; call register_elementwise(type(optimizer))")
