@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import pickle
 import secrets
@@ -22,7 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -181,6 +182,22 @@ class SwapStorageReader(FileSystemReader):
         self._pool_bytes = pool_bytes
         self._handle = handle
 
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`, and check that the parts of each tensor come to the whole of it."""
+        rank = kwargs.get("rank")
+        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        try:
+            metadata: Metadata = super().read_metadata(*args, **kwargs)
+            short = _in_parts(metadata) if rank is None else None  # Of a rank alone others have the other parts.
+        except OSError:
+            raise
+        except Exception as error:
+            raise SwapIOError(errno.EBADMSG, "read", path, detail=f"no metadata of a checkpoint: {error}") from error
+        if short is not None:
+            detail = f"the parts of {short!r} are not the whole of it: the file is damaged"
+            raise SwapIOError(errno.EBADMSG, "read", path, detail=detail)
+        return metadata
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors of this rank."""
         files: defaultdict[str, list[tuple[Any, ReadItem]]] = defaultdict(list)
@@ -200,6 +217,16 @@ class SwapStorageReader(FileSystemReader):
         if name in ("", ".", "..") or os.path.basename(name) != name:
             raise SwapIOError(errno.EINVAL, "read", self.path, detail=f"the file {name!r} is not in the directory")
         return Path(self.path) / name
+
+
+def _in_parts(metadata: Metadata) -> str | None:
+    """The name of a tensor whose parts have not as many elements as it has: torch would leave the rest as it was."""
+    for name, value in metadata.state_dict_metadata.items():
+        if not isinstance(value, TensorStorageMetadata):
+            continue
+        if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
+            return name
+    return None
 
 
 def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,24 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
     path.unlink()
     with pytest.raises((SwapIOError, CheckpointException), match="does not exist"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["a part is smaller", "a part is missing", "no pickle", "another pickle", "empty"])
+def test_damaged_metadata_is_refused_by_its_name(tmp_path: Path, damage: str) -> None:
+    """Of a part that is smaller torch reads less, and leaves the rest of the tensor as it was."""
+    dcp.save(state(), storage_writer=SwapStorageWriter(tmp_path))
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    chunks = metadata.state_dict_metadata["weight"].chunks
+    if damage == "a part is smaller":
+        chunks[0] = replace(chunks[0], sizes=torch.Size([299, 7]))
+    else:
+        chunks.clear()
+    others = {"no pickle": b"\x80garbage", "another pickle": pickle.dumps([1]), "empty": b""}
+    path.write_bytes(others.get(damage, pickle.dumps(metadata)))
+    reason = "parts of 'weight' are not the whole" if damage.startswith("a part") else "no metadata of a checkpoint"
+    with pytest.raises((SwapIOError, CheckpointException), match=rf"(?s){reason}.*\.metadata"):
         loaded(tmp_path)
 
 
