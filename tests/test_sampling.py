@@ -31,7 +31,7 @@ def test_list(dtype): pass
 def test_sampled(case): pass
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("case", range(17))
 def test_long(case): pass
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_all_of_what_is_long_is_half_of_it_or_each_value_of_a_product(collected:
     product = [name for name in collected if name.startswith("test_long_product")]
     assert len(product) == 2
     assert all(any(value in name for name in product) for value in ("0", "1", "one", "two"))
-    assert len([name for name in collected if name.startswith("test_long[")]) == 4
+    assert len([name for name in collected if name.startswith("test_long[")]) == 9
 
 
 @pytest.mark.parametrize("which", ["some", "all", "every"])
@@ -102,7 +102,7 @@ def test_every_case_of_a_long_product_runs(collected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("which", ["some"])
-def test_by_default_one_in_five_long_cases_runs_of_as_many_tests_as_there_can_be(collected: list[str]) -> None:
+def test_by_default_one_in_ten_long_cases_runs_of_as_many_tests_as_there_can_be(collected: list[str]) -> None:
     for test in ("test_long[", "test_another_long[", "test_long_product["):
         assert len([name for name in collected if name.startswith(test)]) == 1
 
@@ -110,4 +110,4 @@ def test_by_default_one_in_five_long_cases_runs_of_as_many_tests_as_there_can_be
 @pytest.mark.parametrize("named", ["test_these.py"])
 @pytest.mark.parametrize("which", ["some"])
 def test_all_long_ones_of_a_named_file_run(collected: list[str]) -> None:
-    assert len([name for name in collected if "long[" in name]) == 10
+    assert len([name for name in collected if "long[" in name]) == 20

@@ -327,6 +327,7 @@ def lost_now(p: nn.Parameter) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_ctrl_c_at_every_place_of_a_step_in_backward(nvme_path: Path) -> None:
     parameters = [nn.Parameter(torch.ones(40_000)) for _ in range(2)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -390,6 +391,7 @@ def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, na
         assert n > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoding", ["exact", "bf16"])
 @pytest.mark.parametrize("earlier", [0.0, 3.0], ids=["the first", "a later micro-batch"])
 def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier: float, encoding: str) -> None:

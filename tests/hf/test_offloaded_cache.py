@@ -718,6 +718,7 @@ def read_status(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("what it frees stays the process's for long")
 def test_memory_is_the_pool_and_one_layer_however_long_the_context(nvme_path: Path, leaves_nothing: None) -> None:
     alone(long_contexts, nvme_path)  # Where the heap has no holes of other tests.

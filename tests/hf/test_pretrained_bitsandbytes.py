@@ -77,6 +77,7 @@ def on(device: str) -> Iterator[torch.device]:
         yield torch.device(device, 0)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,6 +88,7 @@ def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     compare_with_plain(save_quantised(tmp_path, structure, kind, dtype), on, nvme_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 def test_memory_of_an_accelerator_does_not_grow_with_the_model(
     kind: str, on: torch.device, nvme_path: Path, tmp_path: Path

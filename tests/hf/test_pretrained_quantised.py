@@ -72,6 +72,7 @@ def on(device: str) -> torch.device:
     return torch.device(device, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_an_accelerator_it_gives_the_logits_of_the_model_there(
     kind: str, on: torch.device, nvme_path: Path, tmp_path: Path

@@ -107,6 +107,7 @@ def in_directory(path: Path) -> Path:
 WAYS: dict[str, Callable[[Any], Any]] = {"its own": lambda io: io, "in the background": AsyncCheckpointIO}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_calls_it_as_stock_does(way: str, nvme_path: Path, tmp_path: Path) -> None:
     wanted = train(lambda: "auto", in_directory(tmp_path / "stock"), WAYS[way])

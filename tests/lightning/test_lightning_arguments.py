@@ -274,6 +274,7 @@ class Sized(Net):
         return loader(4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoint_format", ["directory", "full"])
 def test_the_command_line_takes_hyper_parameters_of_files_and_says_where_those_of_a_directory_differ(
     checkpoint_format: str, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -134,6 +134,7 @@ CALLS: dict[str, Callable[[L.Trainer], object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["state", ALL])
 def test_a_trainer_changes_nothing_of_the_process_and_its_files_go_with_it(
@@ -178,6 +179,7 @@ def test_two_trainers_have_a_directory_each_and_either_may_go_first(nvme_path: P
     assert not list(nvme_path.iterdir())
 
 
+@pytest.mark.long
 def test_ctrl_c_within_the_strategy_leaves_nothing(nvme_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
 

@@ -60,6 +60,7 @@ def loaded(path: Path) -> Any:
     return bits(net.state_dict()), bits(optimizer.state_dict()), bits(extra)
 
 
+@pytest.mark.long
 def test_ranks_that_save_together_write_what_rank_0_does_alone(nvme_path: Path, tmp_path: Path) -> None:
     """Then one of them fails in a save, and is killed in one."""
     with started(lightning_ddp.save_together, tmp_path, nvme_path) as context:

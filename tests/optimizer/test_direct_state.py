@@ -636,6 +636,7 @@ def test_a_file_that_was_cut_short_is_an_error_and_a_load_makes_it_good(
     twins.close()
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -> None:
     twins = Twins(nvme_path, device)
     for _ in range(2):

@@ -303,5 +303,6 @@ def load_in_shards(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ranks_load_together_what_one_of_them_has_changed(nvme_path: Path) -> None:
     in_processes(load_in_shards, str(nvme_path))

@@ -205,6 +205,7 @@ def test_state_that_comes_to_be_of_such_a_class_stays_what_it_is(
     swapper.of(ours).close()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
 def test_the_optimizers_of_torchao_are_refused(name: str, nvme_path: Path) -> None:

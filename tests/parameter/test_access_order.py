@@ -332,6 +332,7 @@ def test_ctrl_c_anywhere_leaves_an_order_that_goes_on() -> None:
     assert n > 30
 
 
+@pytest.mark.long
 def test_ctrl_c_anywhere_leaves_what_is_held_as_it_is() -> None:
     """What a change of one record has half done is done anew, whatever comes next."""
 

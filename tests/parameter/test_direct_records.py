@@ -346,6 +346,7 @@ def test_short_reads_are_completed(direct: Mock, nvme_path: Path, device: torch.
     trained.close()
 
 
+@pytest.mark.long
 def test_what_cufile_refuses_in_the_middle_goes_through_the_host(
     direct: Mock, nvme_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:

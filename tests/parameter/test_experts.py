@@ -404,6 +404,7 @@ def test_a_file_that_changes_is_named(nvme_path: Path, tmp_path: Path) -> None:
             proj[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["memory", "meta"])
 def test_ctrl_c_anywhere_leaves_all_as_it_was_or_done(how: str, nvme_path: Path, tmp_path: Path) -> None:
     def block() -> nn.Module:

@@ -472,6 +472,7 @@ def test_a_read_that_fails_is_raised_and_read_again(
     assert failed in ([1] if at == 1 else [0, 1])  # One that is not needed yet is read again when it is.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["device", "host", "meta"])
 def test_ctrl_c_anywhere_leaves_all_as_it_was_or_done(
     how: str, nvme_path: Path, tmp_path: Path, device: torch.device

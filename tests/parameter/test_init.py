@@ -522,6 +522,7 @@ def test_what_is_left_after_an_exception_says_that_its_values_are_gone(nvme_path
         model(torch.randn(2, WIDTH))
 
 
+@pytest.mark.long
 def test_ctrl_c_anywhere_leaves_nothing(nvme_path: Path) -> None:
     config = config_for(nvme_path)
 

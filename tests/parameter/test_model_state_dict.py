@@ -254,6 +254,7 @@ def test_parts_of_it_are_the_parameters(nvme_path: Path) -> None:
     run_twice(nvme_path, Mlp, program)
 
 
+@pytest.mark.long
 def test_parts_of_all_of_it_are_kept_while_the_model_runs(nvme_path: Path) -> None:
     """As transformers splits what it has fused, for every layer, before it writes the first file."""
 

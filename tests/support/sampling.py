@@ -2,7 +2,7 @@
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
 is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
-long one in five runs, all of them if their file is named. Of a case that runs with unpacked and with packed state
+long one in ten runs, all of them if their file is named. Of a case that runs with unpacked and with packed state
 (`packed_state`) one of the two runs.
 
 With SWAPPER_TESTS=all all cases run, but for these. Of a test that is the product of many options three times as many
@@ -135,7 +135,7 @@ def _each_value(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _drawn_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of cases that take long: one in five of each directory's, of as many tests as there can be."""
+    """Of cases that take long: one in ten of each directory's, of as many tests as there can be."""
     directories: dict[str, list[pytest.Item]] = {}
     for item in items:
         directories.setdefault(os.path.dirname(item.nodeid), []).append(item)
@@ -150,7 +150,7 @@ def _drawn_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from sorted(cases, key=of_its_test.__getitem__)[: -(-len(cases) // _LONG_ONES)]
 
 
-_LONG_ONES = 5
+_LONG_ONES = 10
 """One of so many runs."""
 
 _MORE = 3
@@ -177,7 +177,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "long: takes a second or more; one in five runs, half with SWAPPER_TESTS=all, and all in a file that is named",
+        "long: takes a second or more; one in ten runs, half with SWAPPER_TESTS=all, and all in a file that is named",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 

@@ -327,6 +327,7 @@ def weights(model: nn.Module) -> str:
     return f"weights {[p.detach().view(torch.int32).sum().item() for p in model.parameters()]}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("-O",), marks=pytest.mark.thorough("torch is compiled anew: ten seconds"))], ids=str
 )
@@ -563,6 +564,7 @@ def test_ctrl_c_in_load_state_dict(nvme_path: Path, leaves_nothing: None, plain:
             training.ends_in(plain[STEPS], range(3, STEPS))
 
 
+@pytest.mark.long
 @unraisable
 @pytest.mark.parametrize("native", ["on", "off"])
 def test_ctrl_c_in_wrap_and_close(native: str, nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:

@@ -122,6 +122,7 @@ def run(path: Path, step_device: str, n: int) -> tuple[bool, Exception | None]:
     return failed, error
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("step_device", "settings", "threads"), KINDS)
 def test_a_failure_that_is_reported_once_is_raised_or_harmless(
@@ -151,6 +152,7 @@ def test_a_failure_that_is_reported_once_is_raised_or_harmless(
     assert raised > 3
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ["sim-lazy", "sim-random"])
 def test_values_that_are_brought_back_for_good_are_right_or_an_error_is_raised(

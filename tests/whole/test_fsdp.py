@@ -699,6 +699,7 @@ def refuse_what_is_reduced_otherwise(rank: int, directory: str) -> None:
     assert "DistributedDataParallel" not in str(raised.value)
 
 
+@pytest.mark.long
 def test_reductions_that_a_step_in_backward_cannot_go_with_are_named(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(refuse_what_is_reduced_otherwise, str(nvme_path))
 

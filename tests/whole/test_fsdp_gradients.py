@@ -347,6 +347,7 @@ def lose_a_sum(rank: int, failing: int, directory: str) -> None:
     handle.close()
 
 
+@pytest.mark.long
 def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(fail, str(nvme_path))
 
@@ -499,6 +500,7 @@ def interrupt(rank: int, directory: str, test: str) -> None:
     close(net, optimizers[1])
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_backward_leaves_no_wrong_gradient(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(interrupt, str(nvme_path), os.environ["PYTEST_CURRENT_TEST"], count=1)
 

@@ -217,10 +217,12 @@ def test_a_model_that_raises_of_what_could_not_be_read(nvme_path: Path, leaves_n
     ranks.in_processes(fail_where_the_model_raises_of_nan, str(nvme_path))
 
 
+@pytest.mark.long
 def test_a_late_write_that_fails_on_one_rank_is_raised_by_all(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(fail_to_write, str(nvme_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_read_that_fails_on_one_rank_is_raised_by_all(
     nvme_path: Path, in_backward: bool, leaves_nothing: None

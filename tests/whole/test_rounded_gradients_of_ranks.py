@@ -57,6 +57,7 @@ def train_shards(rank: int, directory: str) -> None:
         swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_shards_have_the_bits_of_the_reference(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_shards, str(nvme_path))
 
