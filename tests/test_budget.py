@@ -178,6 +178,7 @@ def test_the_default_of_bucket_bytes_fits_the_pool(number: int, nvme_path: Path)
     swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool_mib", [5, 9, 17])
 def test_a_refusal_is_enough_where_buckets_follow_the_pool(pool_mib: int, nvme_path: Path) -> None:
     """A larger pool has larger buckets, which need a larger pool: the refusal names both sizes."""

@@ -327,6 +327,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 # --- The benchmark -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_benchmark_prints_every_row_and_leaves_nothing(
     leaves_nothing_on: Path, fake_fio: Callable[..., Any]
 ) -> None:

@@ -125,6 +125,7 @@ def test_every_section_is_shown_and_nothing_is_left_behind(nvme_path: Path) -> N
     assert [path.name for path in nvme_path.rglob("*")] == ["other"]
 
 
+@pytest.mark.long
 def test_a_subprocess_prints_the_same_without_colours(nvme_path: Path) -> None:
     done = run_program(
         [sys.executable, "-m", "swapper", "report", str(nvme_path)],
@@ -137,6 +138,7 @@ def test_a_subprocess_prints_the_same_without_colours(nvme_path: Path) -> None:
     assert any("O_DIRECT" in line and len(line) > 30 for line in done.stdout.splitlines()), "nothing is wrapped"
 
 
+@pytest.mark.long
 def test_the_default_directory(nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".swapper").mkdir()
@@ -236,6 +238,7 @@ def put(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text + "\n")
 
 
+@pytest.mark.long
 def test_what_a_machine_does_not_tell_is_unknown(empty: Path, nvme_path: Path) -> None:
     data = as_json(nvme_path)
     unknown = {
@@ -252,6 +255,7 @@ def test_what_a_machine_does_not_tell_is_unknown(empty: Path, nvme_path: Path) -
     assert all("unknown" in line for line in lines if line.startswith("  ? "))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", ["", "garbage", "-", "MemTotal: lots kB\nSeccomp: 9\nCapEff: zz\nab-cd rw\n[\n1:2\n::"]
 )

@@ -748,6 +748,7 @@ def test_the_directory_is_renamed_while_saving(tmp_path: Path) -> None:
     assert_same(swapper.load(tmp_path / "after" / "x"), TENSORS)
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("it is traced opcode by opcode, which takes minutes there")
 @pytest.mark.parametrize("module", ["storage/atomic.py", "files/output_file.py", "files/fastsave.py"])
 def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path, module: str) -> None:
@@ -873,6 +874,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         assert caught.value.errno == errno.EBADMSG and str(path) in str(caught.value)
 
 
+@pytest.mark.long
 def test_no_damage_ends_in_another_object(tmp_path: Path) -> None:
     """Bytes changed at random: refused, or of no consequence."""
     path = tmp_path / "x"

@@ -786,6 +786,7 @@ swapper.OffloadedCache
 """
 
 
+@pytest.mark.long
 def test_a_transformers_without_what_newer_ones_have() -> None:
     """An older one crops to what a newer one crops by. What the last one for Python 3.10 has not may be absent."""
     run_program([sys.executable, "-c", OTHER_TRANSFORMERS], check=True)
@@ -805,5 +806,6 @@ else:
 """
 
 
+@pytest.mark.long
 def test_the_cache_needs_no_accelerate() -> None:
     run_program([sys.executable, "-c", WITHOUT_ACCELERATE], check=True)

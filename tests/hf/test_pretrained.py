@@ -179,6 +179,7 @@ def test_a_name_is_found_in_the_cache_of_hugging_face_without_a_network(
         swapper_of(model).close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
 def test_encoders_and_decoders(name: str, dtype: torch.dtype, nvme_path: Path, tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ def scale_anew(path: Path, scales: str, name: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("scales", SCALES)
 def test_scales_of_any_shape_and_dtype(

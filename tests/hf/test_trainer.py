@@ -214,6 +214,7 @@ class Overriding(Trainer):
         return (loss * 2, outputs) if return_outputs else loss * 2
 
 
+@pytest.mark.long
 def test_subclasses_mixins_and_callbacks_that_come_later(tmp_path: Path) -> None:
     class Mixed(SwapTrainer, Overriding): ...
 

@@ -244,6 +244,7 @@ for backend in {CONFORMING!r}:
         assert (tmp_path / backend).read_bytes() == b"\1" * (8 * BLOCK)
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("UBSan takes the end of a daemon thread, which pybind11 catches, for a null reference")
 def test_daemon_threads_at_interpreter_exit_do_not_abort(tmp_path: Path) -> None:
     """Python ends them where they ask for the interpreter's lock, in the middle of our code."""

@@ -137,5 +137,6 @@ def distributed(rank: int, nvme_path: Path, tmp_path: Path) -> None:
     assert with_fabric(ours, in_directory(tmp_path / "ours of Fabric")) == wanted
 
 
+@pytest.mark.long
 def test_strategies_of_several_processes_call_it_as_stock_does(nvme_path: Path, tmp_path: Path) -> None:
     in_processes(distributed, nvme_path, tmp_path, ranks=1)

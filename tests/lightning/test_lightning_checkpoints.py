@@ -118,6 +118,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_as_the_stock_one(what: str, nvme_
     assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory") == stock
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", [True, "link"])
 @pytest.mark.parametrize("what", ["state", ALL])
 def test_model_checkpoint_keeps_the_same_ones(what: str, link: Any, nvme_path: Path, tmp_path: Path) -> None:
@@ -203,6 +204,7 @@ def test_a_save_that_fails_leaves_what_it_was_to_replace(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.long
 def test_model_checkpoint_decides_what_is_kept(
     nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -535,6 +537,7 @@ def no_save_goes_on() -> bool:
     return not any("save" in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.long
 def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

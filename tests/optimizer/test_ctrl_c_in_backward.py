@@ -263,6 +263,7 @@ def test_modes_are_kept_at_every_place(outside: bool) -> None:
         assert n > 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", [False, True])
 def test_reading_gradients_that_are_gone_leaves_the_modes_alone(held: bool, nvme_path: Path) -> None:
     program = Interrupted("nvme none none", nvme_path)

@@ -138,6 +138,7 @@ def plain() -> dict[str, list[torch.Tensor]]:
         return {kind: train(None, kind) for kind in KINDS}
 
 
+@pytest.mark.long
 def test_with_all_waits_nothing_goes_wrong(nvme_path: Path, plain: dict[str, list[torch.Tensor]]) -> None:
     assert differences(nvme_path, plain) == []
 

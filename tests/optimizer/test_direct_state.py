@@ -184,6 +184,7 @@ def test_what_is_read_and_written_does_not_pass_the_pool(
     twins.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masters", [False, True])
 def test_files_are_those_of_a_run_through_the_pool(
     direct: Mock, nvme_path: Path, device: torch.device, masters: bool, tmp_path: Path
@@ -299,6 +300,7 @@ def step_until_written(twins: Twins, direct: Mock) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masters", [False, True])
 def test_writes_start_without_a_call(
     direct: Mock, nvme_path: Path, device: torch.device, masters: bool, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def test_the_slower_way_decides_and_drives_add_up(tmp_path: Path, drives: Measur
         swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_a_capped_drive_is_measured(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is faked but the drive's speed: 2 MB/s, where any processor is many times as fast, also a busy one."""
     slow = functools.partial(AsyncIOHandle, faults=FaultPlan(bytes_per_second=2_000_000))

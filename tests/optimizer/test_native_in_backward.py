@@ -150,6 +150,7 @@ def test_an_option_that_is_a_tensor_of_nan_has_not_changed(nvme_path: Path, nati
     swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("native", ["off", "on"])
 @pytest.mark.parametrize("way", ["state dicts", "checkpoint"])
 def test_a_load_in_the_middle_of_a_window(nvme_path: Path, tmp_path: Path, way: str, native: str) -> None:

@@ -143,6 +143,7 @@ def bitsandbytes(name: str) -> Callable[[Any], Optimizer]:
 LIBRARIES = ["AdamW8bit", "Lion8bit", "RMSprop8bit", "AdEMAMix8bit"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["InBlocks", *LIBRARIES])
 def test_state_in_blocks_of_large_parameters_is_swapped(

@@ -426,6 +426,7 @@ def test_a_model_that_is_dropped_waits_for_no_thread(
     assert waited_for_none
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_write_that_fails_is_an_error_and_nothing_is_lost(
     direct: Mock, nvme_path: Path, device: torch.device, number: int

@@ -263,6 +263,7 @@ def test_what_autograd_saved_unseen_is_read_right(model: Any) -> None:
     assert gradients[0] == gradients[1]
 
 
+@pytest.mark.long
 def test_ordinary_training_calls_no_operator_on_what_is_evicted(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,6 +324,7 @@ def test_scripted_modules_stay_in_memory(nvme_path: Path) -> None:
     optimizer.swapper.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_everything_on_the_drive(in_backward: bool, nvme_path: Path, leaves_nothing: None) -> None:
     torch.manual_seed(0)
@@ -571,6 +572,7 @@ def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pyt
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.long
 def test_a_read_that_fails_is_not_silent(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FaultPlan()
     monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
@@ -589,6 +591,7 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_what_user_code_has_views_of_stays_while_it_is_written_again(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None
 ) -> None:

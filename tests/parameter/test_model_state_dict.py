@@ -66,6 +66,7 @@ def test_it_is_that_of_the_plain_model(name: str, nvme_path: Path) -> None:
     run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes, watch=False)
 
 
+@pytest.mark.long
 def test_it_is_bounded_by_the_pool_in_no_way(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         step(run)
@@ -139,6 +140,7 @@ def test_what_is_read_from_it(nvme_path: Path) -> None:
     run_twice(nvme_path, partial(Mlp, DEPTH), program)
 
 
+@pytest.mark.long
 def test_loading_it_into_other_models(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         step(run)
@@ -200,6 +202,7 @@ def test_tied_weights_share_their_memory(tied: bool, nvme_path: Path) -> None:
     run_twice(nvme_path, lambda: Llama(tied=tied), program)
 
 
+@pytest.mark.long
 def test_safetensors(nvme_path: Path, tmp_path: Path) -> None:
     def program(run: Run) -> None:
         step(run)
@@ -388,6 +391,7 @@ def test_as_strided_stays_within_the_tensor(nvme_path: Path) -> None:
     run_twice(nvme_path, Mlp, program, changes=False)
 
 
+@pytest.mark.long
 def test_an_address_stays_valid_while_others_are_used(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: ((m := Mlp(DEPTH)), adamw(m)))
     state = model.state_dict()

@@ -630,6 +630,7 @@ class TensorStoreOf:
         close_all(self.handles)
 
 
+@pytest.mark.long
 def test_a_slow_drive_is_measured_with_less_and_warned_about(
     paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -159,6 +159,7 @@ def test_state_dict_and_unwrap_say_it_too_and_go_on_when_it_is_mended(paths: lis
         training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@pytest.mark.long
 def test_a_stale_block_is_said(paths: list[Path], plain: list[Snapshot]) -> None:
     """As when a drive lost a write that it had acknowledged."""
     with Training(paths) as training:

@@ -632,6 +632,7 @@ def test_ctrl_c_twice_in_wrap_loses_no_state(
     run(model, optimizer, range(2, 3))
 
 
+@pytest.mark.long
 @unraisable
 def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     with Training(nvme_path, 2) as training:

@@ -113,6 +113,7 @@ def train_some(rank: int, directory: str) -> None:
     assert not list(Path(nvme).glob("swapper-*"))
 
 
+@pytest.mark.long
 def test_some_of_the_processes_train_and_save(tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(train_some, str(tmp_path), count=3)
 

@@ -271,6 +271,7 @@ def fail(rank: int, directory: str, nvme: str) -> None:
     close(net, optimizers)
 
 
+@pytest.mark.long
 def test_what_fails_on_one_replica_is_raised_on_all(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
@@ -318,6 +319,7 @@ def fail_to_load(rank: int, directory: str, nvme: str) -> None:
     close(net, optimizers)
 
 
+@pytest.mark.long
 def test_what_one_replica_cannot_load_is_raised_on_all(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(fail_to_load, str(tmp_path), str(nvme_path))
 
