@@ -100,7 +100,7 @@ class SwapStorageWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         rank = None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
         directory = Path(self.path)
-        path, data = directory / (".metadata" if rank is None else f"__{rank}.metadata"), pickle.dumps(metadata)
+        path, data = _metadata_path(directory, rank), pickle.dumps(metadata)
         with OutputFile(path, length_bytes=len(data), handle=self._handle) as output:
             output.append(data)
             output.commit()
@@ -183,18 +183,22 @@ class SwapStorageReader(FileSystemReader):
         self._handle = handle
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, and check that the parts of each tensor come to the whole of it."""
+        """Read `.metadata`, and check that the parts of each tensor come to the whole of it.
+
+        Raises:
+            SwapIOError: they do not, or it cannot be unpickled (EBADMSG).
+        """
         rank = kwargs.get("rank")
-        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        path = _metadata_path(Path(self.path), rank)
         try:
             metadata: Metadata = super().read_metadata(*args, **kwargs)
-            short = _in_parts(metadata) if rank is None else None  # Of a rank alone others have the other parts.
+            incomplete = _incomplete(metadata) if rank is None else None  # Other ranks have the other parts.
         except OSError:
             raise
         except Exception as error:
             raise SwapIOError(errno.EBADMSG, "read", path, detail=f"no metadata of a checkpoint: {error}") from error
-        if short is not None:
-            detail = f"the parts of {short!r} are not the whole of it: the file is damaged"
+        if incomplete is not None:
+            detail = f"the parts of {incomplete!r} are not the whole of it: the file is damaged"
             raise SwapIOError(errno.EBADMSG, "read", path, detail=detail)
         return metadata
 
@@ -219,7 +223,11 @@ class SwapStorageReader(FileSystemReader):
         return Path(self.path) / name
 
 
-def _in_parts(metadata: Metadata) -> str | None:
+def _metadata_path(directory: Path, rank: int | None) -> Path:
+    return directory / (".metadata" if rank is None else f"__{rank}.metadata")
+
+
+def _incomplete(metadata: Metadata) -> str | None:
     """The name of a tensor whose parts have not as many elements as it has: torch would leave the rest as it was."""
     for name, value in metadata.state_dict_metadata.items():
         if not isinstance(value, TensorStorageMetadata):

@@ -205,16 +205,17 @@ def compiled(operations: Sequence[Operation], state: int, way: int) -> NativePro
         way: one of `ways_of(operations)`.
 
     Raises:
-        Unsupported: a square root is taken of what comes of another, or the operations need too many registers.
+        Unsupported: a square root is beside a fused kernel, or, between two programs, is taken of what comes of
+            another; or the operations need too many registers.
     """
-    is_fused = any(each.opcode in FUSED for each in operations)
-    if is_fused:
+    has_roots = any(each.opcode == SQRT for each in operations)
+    if any(each.opcode in FUSED for each in operations):
+        if has_roots:
+            raise Unsupported("a square root beside a fused kernel")
         operations = [replace(each, contraction=way) if each.opcode in FUSED else each for each in operations]
-    if not any(each.opcode == SQRT for each in operations) or (way == _ROOTS_INSIDE and not is_fused):
-        return NativeProgram(operations, None, [], state)
-    if is_fused:
-        raise Unsupported("a square root beside a fused kernel")
-    return _split(operations, state)
+    elif has_roots and way == _ROOTS_BETWEEN:
+        return _split(operations, state)
+    return NativeProgram(operations, None, [], state)
 
 
 def _split(operations: Sequence[Operation], state: int) -> NativeProgram:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +143,16 @@ def test_a_root_of_a_root_is_taken_inside() -> None:
     mine = natively(ROOT_OF_A_ROOT, tensors, False, way)
     assert torch.equal(mine[0], tensors[2].sqrt().abs().sqrt())
     assert compiled(ROOT_OF_A_ROOT, 1, way).scratch_arrays == 0
+
+
+@needs_vendor
+def test_the_vendors_threads_are_what_they_were_after_a_step() -> None:
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    library.MKL_Set_Num_Threads_Local(3)  # Of this thread alone.
+    try:
+        natively(ROOT_OF_A_ROOT, [torch.rand(NUMEL) for _ in range(3)], False, ways_of(ROOT_OF_A_ROOT)[0])
+    finally:
+        assert library.MKL_Set_Num_Threads_Local(0) == 3
 
 
 @needs_vendor
