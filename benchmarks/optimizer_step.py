@@ -5,22 +5,25 @@
 Everything is measured alternately in one run, on one drive, by one engine: the drive's read and write speed, the step
 with the state on disk, and the same step with the state in memory (`device: cpu`), which is the compute. Gradients are
 random and made once: only the step is measured. Prints medians, the ratio, and bytes per parameter and step compared
-with what the kernel counted (`/proc/self/io`). With `--verify` a third optimizer, whose records are checked, takes a
-step beside one that is not, first or second by turns: what checksums cost, in time and in CPU seconds. With
-`--deepspeed` the same model is trained by DeepSpeed ZeRO-3 with its optimizer alone on the same drive, in a process of
-its own, and its steps are compared.
+with what the kernel counted (`/proc/self/io`). The drive's speed is taken of a file of 1 GiB, first written and then
+read; and of the optimizer's own files, read and written back by turns without any arithmetic (`records_s`: a drive that
+serves one file from a cache of its own does not serve these). With `--verify` a third optimizer, whose records are
+checked, takes a step beside one that is not, first or second by turns: what checksums cost, in time and in CPU seconds.
+With `--deepspeed` the same model is trained by DeepSpeed ZeRO-3 with its optimizer alone on the same drive, in a
+process of its own, and its steps are compared.
 """
 
 from __future__ import annotations
 
 import functools
 import resource
+import shutil
 from pathlib import Path
 
 import torch
 from benchmark import keep_result, make_parser, medians, settings_of, system, timed
 from deepspeed_peer import add_deepspeed, require_deepspeed, run_deepspeed
-from drive_speed import Drive
+from drive_speed import Drive, Records
 from gpt import GPT, SIZES
 
 import swapper
@@ -43,10 +46,11 @@ def main() -> None:
     arguments = parser.parse_args()
     require_deepspeed(parser, arguments.deepspeed)
 
-    arguments.nvme_path.mkdir(parents=True, exist_ok=True)
+    own = arguments.nvme_path / "optimizer-step"
+    own.mkdir(parents=True, exist_ok=True)
     common = {"pool_bytes": arguments.pool_bytes, "bucket_bytes": arguments.bucket_bytes}
     on_disk = swapper.OffloadConfig(
-        nvme_path=arguments.nvme_path,
+        nvme_path=own,
         offload_optimizer={"device": "nvme", "master_weights": True, "encoding": arguments.encoding},
         aio={"backend": arguments.backend},
         **common,
@@ -60,7 +64,7 @@ def main() -> None:
     memory = swapper.wrap_optimizer(torch.optim.AdamW(models[1].parameters(), lr=1e-4), in_memory)
     optimizers = [disk, memory]
     if arguments.verify:
-        verifying = on_disk.model_copy(update={"verify": "crc32c"})
+        verifying = on_disk.model_copy(update={"verify": "crc32c", "nvme_path": arguments.nvme_path})
         optimizers.append(swapper.wrap_optimizer(torch.optim.AdamW(models[2].parameters(), lr=1e-4), verifying))
     for optimizer in optimizers:
         step_and_flush(optimizer)  # Makes the state.
@@ -68,7 +72,7 @@ def main() -> None:
 
     rows: list[dict[str, float]] = []
     with AsyncIOHandle(backend=arguments.backend, block_bytes=on_disk.aio.block_size) as handle:
-        drive = Drive(handle, arguments.nvme_path)
+        drive, records = Drive(handle, arguments.nvme_path), Records(handle, own)
         for turn in range(arguments.rounds):
             write_bps, read_bps = drive.measure()
             before, before_io = swapped.stats(), kernel_bytes()
@@ -77,12 +81,15 @@ def main() -> None:
             memory_s = timed(memory.step)
             read, written = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
             drive_s = read / read_bps + written / write_bps
+            records_s = (read + written) / records.move()
             rows.append(
                 {
                     "step_s": disk_s,
                     "compute_s": memory_s,
                     "drive_s": drive_s,
+                    "records_s": records_s,
                     "ratio": disk_s / max(drive_s, memory_s),
+                    "records_ratio": disk_s / max(records_s, memory_s),
                     "read_gbps": read_bps / 1e9,
                     "write_gbps": write_bps / 1e9,
                     "read_per_parameter": read / numel,
@@ -97,12 +104,14 @@ def main() -> None:
                 rows[-1] |= cost_of_verifying(disk, optimizers[2], verified_first=turn % 2 == 1)
         backend = handle.backend
         drive.close()
+        records.close()
     median = medians(rows)
     print(f"{system()}, engine {backend}; {numel / 1e6:.0f}M parameters, bf16, AdamW, fp32 masters")
     print(f"pool {arguments.pool_bytes}, buckets {arguments.bucket_bytes}; medians of {arguments.rounds} rounds")
     for key, value in median.items():
         print(f"  {key:<30} {value:8.3f}")
     print(f"step / max(drive, compute) = {median['ratio']:.3f}")
+    print(f"step / max(its own files, compute) = {median['records_ratio']:.3f}")
     if arguments.verify:
         print(
             f"verify on / off = {median['verified_ratio']:.3f} in time, "
@@ -110,6 +119,7 @@ def main() -> None:
         )
     for optimizer in optimizers:
         swapper.of(optimizer).close()
+    shutil.rmtree(own)
     record = {"system": system(), "backend": backend, "numel": numel, "median": median, "rounds": rows}
     if arguments.deepspeed:
         del models, disk, memory, optimizers, optimizer, swapped  # The peer needs the memory.
