@@ -25,7 +25,7 @@ USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memo
 NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses from_files unread \
     checkpoint_damage checkpoint_faults checkpoint_uses checkpoint_directory hostile_weights offload gathered scaling \
     cli_report devices device_parameters from_files_on_device device_step_waits device_writes direct_state drawn_faults \
-    fsdp_gradients fsdp_device_gradients))
+    fsdp_gradients fsdp_device_gradients fsdp_parameter_failures offloaded_cache budget))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
 # Each third file of them, from the n-th on.
