@@ -44,7 +44,7 @@ from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.sharded import local_of
 
-__all__ = ["OptimizerPlan", "is_remote", "parameters_of"]
+__all__ = ["OptimizerPlan", "parameters_of"]
 
 log = logging.getLogger(__name__)
 
@@ -462,8 +462,3 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     """The optimizer's parameters, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def is_remote(device: torch.device) -> bool:
-    """True if parameters on `device` must be copied for a step."""
-    return is_accelerator(device)

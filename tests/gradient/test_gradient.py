@@ -964,5 +964,5 @@ def test_the_way_of_gradients_of_a_gpu_on_the_host(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str
 ) -> None:
     """Parameters are copied for a step, the next bucket's while one is stepped; gradients are in the pool."""
-    monkeypatch.setattr("swapper.optimizer.plan.is_remote", lambda device: True)
+    monkeypatch.setattr("swapper.optimizer.plan.is_accelerator", lambda device: True)
     test_same_bits_as_plain(nvme_path, precision, name, 2, 0.5)

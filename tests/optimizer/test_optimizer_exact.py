@@ -122,7 +122,7 @@ def test_parameters_elsewhere_are_copied_both_ways(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, remote_is: str, precision: str
 ) -> None:
     """The path for a GPU's parameters, with all its copies, on this machine's memory; see the `cuda` tests."""
-    monkeypatch.setattr("swapper.optimizer.plan.is_remote", lambda device: True)
+    monkeypatch.setattr("swapper.optimizer.plan.is_accelerator", lambda device: True)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     compare(nvme_path, {**OPTIMIZERS, **MORE}[remote_is], dtype, 6, master_weights=precision == "bf16-masters")
 
