@@ -24,8 +24,7 @@ from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.encoding_choice import choose_encoding
-from swapper.optimizer.kept_state import plan_to_show, swaps_state_of
-from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.optimizer.plan import OptimizerPlan, parameters_of, plan_to_show, swaps_state_of
 from swapper.optimizer.probe import refuse_lazy, refuse_unsupported, try_sharded
 from swapper.optimizer.step_device import warn_of_for_loop
 from swapper.optimizer.swapper import OptimizerSwapper

@@ -24,7 +24,9 @@ from swapper.optimizer.probe import (
     keeps_bits,
     learn_state,
     refuse_broken_fused,
+    refuse_lazy,
     refuse_parameter,
+    refuse_unsupported,
     same_bits_for_strides,
 )
 from swapper.optimizer.segments import (
@@ -44,7 +46,7 @@ from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.sharded import local_of
 
-__all__ = ["OptimizerPlan", "parameters_of"]
+__all__ = ["OptimizerPlan", "parameters_of", "plan_to_show", "swaps_state_of"]
 
 log = logging.getLogger(__name__)
 
@@ -462,3 +464,30 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     """The optimizer's parameters, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def swaps_state_of(optimizer: Optimizer, config: OffloadConfig) -> bool:
+    """True if `optimizer` is stepped by buckets. Else its class steps all that it has, and any class can be used."""
+    gradients, state = config.offload_gradient.device, config.offload_optimizer
+    if state.device != "none" or state.master_weights or state.step_in_backward or gradients == "nvme":
+        return True
+    return gradients == "cpu" and any(is_accelerator(p.device) for p in parameters_of(optimizer))
+
+
+def plan_to_show(
+    optimizer: Optimizer, config: OffloadConfig, number: int, records: Mapping[torch.Tensor, tuple[int, int]]
+) -> OptimizerPlan:
+    """Plan the state of `optimizer`, for its size also where it stays in memory. There it is empty if that is unknown.
+
+    Raises:
+        ConfigError: the state cannot be swapped, and is to be; or a parameter has no shape yet.
+    """
+    refuse_lazy(optimizer)
+    swaps = swaps_state_of(optimizer, config)
+    try:
+        refuse_unsupported(optimizer)
+        return OptimizerPlan(optimizer, config, number, records)
+    except ConfigError:
+        if swaps:
+            raise
+        return OptimizerPlan(optimizer, config, number, records, swaps_state=False)
