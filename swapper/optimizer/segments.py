@@ -25,19 +25,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swapper.errors import SwapError
 from swapper.io.checksums import checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
+from swapper.optimizer.device_slots import Slot
 from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.packing import ENTRY_BYTES, RecordPacking, packed_blocks_of, plan_packed_record
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
 from swapper.storage.budget import WHOLE
+from swapper.storage.buffers import Lease
 from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
@@ -73,23 +75,8 @@ DEVICE_SEGMENT_NUMEL = 1 << 21
 """The same of one that is stepped on an accelerator. Of fewer elements, starting a kernel takes longer than it does."""
 
 
-class Memory(Protocol):
-    """A record's: a lease, or a copy of it on an accelerator."""
-
-    @property
-    def address(self) -> int:
-        """Of its first byte."""
-
-    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Lease.view`."""
-
-    def strided_view(
-        self, offset_bytes: int, numel: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        """See `Lease.strided_view`."""
-
-    def pool_has(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor`, which is strided, may be in memory that another record will have."""
+Memory = Lease | Slot
+"""A record's: a lease, or a copy of it on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
