@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from swapper.errors import SwapError
 from swapper.optimizer.master_codec import join_master, ties_bytes_max
 from swapper.optimizer.operands import Operand, Scratch
-from swapper.optimizer.placement import IMMUTABLE, placement_of
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import MASTER, Segment
 from swapper.optimizer.state_codec import EncodedState
@@ -19,10 +19,80 @@ from swapper.optimizer.step_program import NativeSegment
 from swapper.tensors.sharded import local_gradient
 from swapper.tensors.strides import is_dense
 
-__all__ = ["TOKEN_NUMEL", "Parts", "native_segment", "parts_of", "share_memory", "token_of"]
+__all__ = ["IMMUTABLE", "TOKEN_NUMEL", "Parts", "Placement", "native_segment", "parts_of", "share_memory", "token_of"]
 
 TOKEN_NUMEL = 61
 """Real elements of a token: not a multiple of 8, so that it has a rest of each loop."""
+
+
+IMMUTABLE = (int, float, bool, str, type(None))
+"""Types of state that a copy of a reference is a copy of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The state of a segment of which all that is large is in its record; true while `fits` says so.
+
+    Attributes:
+        keys, present, stride: of the segment and its parameter, when this was found.
+        large: keys of what is in the record, in order: float32, as long as the segment, and dense in the same order.
+        rest: the other keys.
+    """
+
+    keys: tuple[str, ...]
+    present: frozenset[str]
+    stride: tuple[int, ...]
+    large: tuple[str, ...]
+    rest: tuple[str, ...]
+
+    def fits(self, segment: Segment, stride: tuple[int, ...]) -> bool:
+        """True if `segment` has the state that this was found for, and its parameter these strides."""
+        return self.present == segment.present and self.keys == tuple(segment.keys) and self.stride == stride
+
+    def addresses(self, segment: Segment, record: int) -> list[int]:
+        """The address of each of `large`, in a record at the address `record`."""
+        locations = segment.locations
+        return [record + locations[key].offset_bytes for key in self.large]
+
+    def small_of(self, segment: Segment) -> Mapping[str, Any] | None:
+        """The state of `segment` that is not `large`; None if it is not only numbers, strings and their like."""
+        small = {key: segment.small[key] for key in self.rest}
+        for value in small.values():
+            if isinstance(value, Tensor):
+                if value.dim() or not value.is_cpu:
+                    return None
+            elif not isinstance(value, IMMUTABLE):
+                return None
+        return small
+
+
+def placement_of(segment: Segment) -> Placement | None:
+    """The placement of `segment` as it is now; None if its record has state of another kind. Keeps it in `segment`."""
+    p = segment.local
+    stride = p.stride() if segment.whole else ()
+    found = segment.placement
+    if found is not None and found.fits(segment, stride):
+        return found
+    large = tuple(key for key in segment.keys if key in segment.present)
+    specs = [segment.locations[key].spec for key in large]
+    for spec in specs:
+        if spec.dtype is not torch.float32 or spec.numel != segment.numel:
+            return None
+        if segment.whole and not (spec.stride == stride and is_dense(p)) and not _are_contiguous(p, spec.stride):
+            return None
+    segment.placement = Placement(
+        tuple(segment.keys),
+        frozenset(segment.present),
+        stride,
+        large,
+        tuple(key for key in segment.keys if key not in segment.present),
+    )
+    return segment.placement
+
+
+def _are_contiguous(p: Tensor, stride: tuple[int, ...]) -> bool:
+    """True if `p` is contiguous, and a tensor of its shape with `stride` as well."""
+    return p.is_contiguous() and torch.empty_strided(p.shape, stride, device="meta").is_contiguous()
 
 
 def share_memory(operands: Sequence[Operand]) -> bool:

@@ -25,9 +25,15 @@ from swapper.io.checksums import checksum
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.frozen import Unfrozen, frozen
 from swapper.optimizer.master_codec import ties_bytes_max
-from swapper.optimizer.native_parts import TOKEN_NUMEL, native_segment, parts_of, share_memory, token_of
+from swapper.optimizer.native_parts import (
+    IMMUTABLE,
+    TOKEN_NUMEL,
+    native_segment,
+    parts_of,
+    share_memory,
+    token_of,
+)
 from swapper.optimizer.operands import Operand, Scratch, attributes_of
-from swapper.optimizer.placement import IMMUTABLE
 from swapper.optimizer.probe import has_only_elementwise_code, is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
 from swapper.optimizer.segments import OptimizerParameter, Segment

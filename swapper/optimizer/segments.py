@@ -48,7 +48,7 @@ from swapper.tensors.sharded import Sharding, local_of
 from swapper.tensors.strides import has_ordinary_class, is_dense, same_layout
 
 if TYPE_CHECKING:
-    from swapper.optimizer.placement import Placement
+    from swapper.optimizer.native_parts import Placement
 
 __all__ = [
     "MASTER",
@@ -254,7 +254,7 @@ class Segment:
         checksum: of the parameter's bits when its master was encoded; None when it has no master yet. A tensor if they
             were summed on an accelerator: see `device_records`.
         tie_bits: ties of the encoded master.
-        placement: where the state is in the record, as `placement_of` has found it; None before.
+        placement: where the state is in the record, as `native_parts` has found it; None before.
         numel: elements in the slice.
         encoded: keys of `specs` that are encoded.
         master_moves: the master is part of the record.
