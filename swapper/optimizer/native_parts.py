@@ -142,7 +142,6 @@ class Parts(NamedTuple):
         keys: of the state that is as long, float32 and dense.
         state: the addresses of that; of what is encoded, of nothing.
         state_at: each of its tensors, 1-D, by its index; not of what is encoded.
-        first_of: copies of its first elements, float32, by its index and their count.
         encoded: how each of it is encoded, None of one that is not; empty if none is.
         small: the rest of the state.
     """
@@ -152,7 +151,6 @@ class Parts(NamedTuple):
     keys: tuple[str, ...]
     state: Sequence[int]
     state_at: Callable[[int], Tensor]
-    first_of: Callable[[int, int], Tensor]
     small: Mapping[str, Any]
     encoded: Sequence[EncodedState | None] = ()
 
@@ -190,11 +188,8 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
         def stored(i: int) -> Tensor:
             return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
 
-        def first_of(i: int, numel: int) -> Tensor:
-            return opened.first_of(segment, keys[i], numel)
-
         encoded = [opened.encoded_state(segment, key) for key in keys] if segment.encoded else ()
-        return Parts(values, gradient, keys, placed.addresses(segment, address), stored, first_of, small, encoded)
+        return Parts(values, gradient, keys, placed.addresses(segment, address), stored, small, encoded)
     if segment.encoded:
         return None  # The class's way decodes what it has.
     return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
@@ -225,9 +220,7 @@ def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor,
     if not _is_aligned(*tensors):
         return None
     addresses = [each.data_ptr() for each in tensors]
-    return Parts(
-        values, gradient, tuple(large), addresses, tensors.__getitem__, lambda i, n: tensors[i][:n].clone(), small
-    )
+    return Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
 
 
 def native_segment(
@@ -279,5 +272,11 @@ def token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor]
             raise SwapError(f"a stored master is damaged: more than {segment.tie_bits} ties")
         ties = opened.ties_of(segment)[: ties_bytes_max(tie_bits)].clone()
         join_master(parts.values[:numel].clone(), low, ties, tie_bits, values)
-    state = [parts.first_of(i, numel) for i in range(len(parts.keys))]
+    state = []
+    for i, key in enumerate(parts.keys):
+        if key in segment.encoded:
+            state.append(torch.empty(numel, dtype=torch.float32, device="cpu"))
+            opened.decode_state(segment, key, state[-1])
+        else:
+            state.append(parts.state_at(i)[:numel].clone())
     return [values, parts.gradient[:numel].to(torch.float32), *state]

@@ -125,7 +125,11 @@ class OpenBucket:
                     self._decoded.setdefault(segment, {})[key] = values.as_strided(spec.shape, spec.stride)
 
     def decode_state(self, segment: Segment, key: str, values: torch.Tensor) -> None:
-        """Write what is encoded of one tensor of the state to `values`: float32, 1-D, in the order of memory."""
+        """Write the first elements of one tensor of the state, which is encoded, to `values`.
+
+        Args:
+            values: float32, 1-D, in the order of memory.
+        """
         assert self.memory is not None
         decode_state(segment.locations[key], self.memory, values)
 
@@ -135,15 +139,6 @@ class OpenBucket:
             return None
         first, rounding = self._rounding(segment, key)
         return EncodedState.at(segment.locations[key], self.address(), first, rounding)
-
-    def first_of(self, segment: Segment, key: str, numel: int) -> torch.Tensor:
-        """A copy of the first `numel` elements of one tensor of the state, in the order of memory: float32, 1-D."""
-        assert self.memory is not None
-        values = torch.empty(numel, dtype=torch.float32, device="cpu")
-        if key in segment.encoded:
-            decode_state(segment.locations[key], self.memory, values)
-            return values
-        return values.copy_(segment.locations[key].flat_view(self.memory)[:numel])
 
     def _encode_state(self, segment: Segment, key: str, value: torch.Tensor) -> None:
         assert self.memory is not None
