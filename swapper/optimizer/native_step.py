@@ -64,6 +64,9 @@ _PROBE_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 64, 100, 257, 1003)
 _OTHER_SIZES = (15, 2, 2)
 """Of the first dimensions of a token, at most `TOKEN_NUMEL` in all: the first is larger than the others together."""
 
+_Flags = tuple[tuple[str, bool], ...]
+"""True or False of each option of a group, by which the class may choose another way through its code."""
+
 _KINDS = ("usual", "small", "bits")
 _RECORDINGS_MAX = 64
 """In a step: each takes the time of about a million elements."""
@@ -81,7 +84,6 @@ class NativeOperand:
 
     Attributes:
         small: its small state after the step, by key; of its recording, so tensors are to be cloned.
-        makes_copies: memory that is freed after the step was allocated for it.
         result: count of ties and checksum of the bits, of a split master, when it was stepped.
     """
 
@@ -89,7 +91,6 @@ class NativeOperand:
     program: NativeProgram
     segment: NativeSegment
     small: Mapping[str, Any]
-    makes_copies: bool
     result: tuple[int, int] = (0, 0)
 
 
@@ -111,19 +112,6 @@ class _Case:
     keys: list[str]
     small: Mapping[str, Any]
     attributes: Mapping[str, Any]
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """A group in one step.
-
-    Attributes:
-        is_comparable: its options can be told from others.
-        flags: what of its options may choose another way through the class's code.
-    """
-
-    is_comparable: bool
-    flags: tuple[tuple[str, bool], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -164,8 +152,8 @@ class NativeSteps:
         self._is_declared = True  # it has no code but that of a class that is known to be elementwise
         self._numel: Counter[int] = Counter()  # of each group, in this step
         self._recorded_of: Counter[int] = Counter()  # recordings of each group, in this step
-        self._groups: dict[int, _Group] = {}  # of this step
-        self._short: set[tuple[tuple[str, bool], ...]] = set()  # flags of groups whose steps are few operations
+        self._flags: dict[int, _Flags | None] = {}  # of each group, in this step; None if its options have no key
+        self._short: set[_Flags] = set()  # of groups whose steps are few operations
         self._room: Tensor | None = None  # for roots; of this step
         self._ways: dict[tuple[Any, ...], int | None] = {}
         self._reasons: set[str] = set()
@@ -185,7 +173,7 @@ class NativeSteps:
     def forget(self) -> None:
         """A step is over: what was recorded is not true of the next one."""
         self._recordings.clear()
-        self._groups.clear()
+        self._flags.clear()
         self._numel.clear()
         self._recorded_of.clear()
         self._is_elementwise = None
@@ -227,7 +215,7 @@ class NativeSteps:
             token = _probe_token(TOKEN_NUMEL, 2 + len(large), torch.Generator().manual_seed(0), _KINDS[0])
             operations = self._recorded_twice(case, token).recorder.operations
             compiled(operations, len(large), self._way(case, operations))
-            self._note_length(_flags(optimizer.param_groups[number]), operations)
+            self._note_length(optimizer.param_groups[number], operations)
         except ConfigError as error:  # Found when it was planned, or only in this probe: then the step says so.
             return str(error)
         except (Unsupported, Unfrozen) as error:
@@ -273,19 +261,19 @@ class NativeSteps:
         assert number is not None
         if self._is_small(number):
             return False
-        group = self._groups.get(number)
-        if group is None:
-            is_comparable = self._frozen_options(optimizer, number) is not None
-            group = self._groups[number] = _Group(is_comparable, _flags(optimizer.param_groups[number]))
-        return group.is_comparable and not (self._chooses and not segment.master and group.flags in self._short)
+        if number not in self._flags:
+            has_key = self._frozen_options(optimizer, number) is not None
+            self._flags[number] = _flags(optimizer.param_groups[number]) if has_key else None
+        flags = self._flags[number]
+        return flags is not None and not (self._chooses and not segment.master and flags in self._short)
 
     def _is_small(self, number: int) -> bool:
         """True if the recordings of this group would take longer than they save."""
         return self._chooses and self._numel[number] < _GROUP_NUMEL_MIN
 
-    def _note_length(self, flags: tuple[tuple[str, bool], ...], operations: Sequence[Operation]) -> None:
+    def _note_length(self, group: Mapping[str, Any], operations: Sequence[Operation]) -> None:
         if len(operations) < _OPERATIONS_MIN:
-            self._short.add(flags)
+            self._short.add(_flags(group))
 
     def run(self, chosen: Sequence[NativeOperand]) -> None:
         """Step `chosen`, and note the `result` of each. Their small state is `keep`'s.
@@ -370,13 +358,13 @@ class NativeSteps:
             case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
             recording = self._recordings[key] = self._record(case, token_of(segment, opened, parts))
             if recording.operations and not segment.master:
-                self._note_length(self._groups[number].flags, recording.operations)
+                self._note_length(optimizer.param_groups[number], recording.operations)
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
         is_encoded = segment.is_split and recording.program.writes_parameter  # Else its master is what it was.
         new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if is_encoded else 0
         native = native_segment(segment, opened, parts, address, new_ties, scratch, recording.program.in_memory)
-        return NativeOperand(operand, recording.program, native, recording.small, operand.is_copied)
+        return NativeOperand(operand, recording.program, native, recording.small)
 
     def _frozen_options(self, optimizer: Optimizer, number: int) -> Hashable:
         try:
@@ -554,7 +542,7 @@ def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
 
 
-def _flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+def _flags(group: Mapping[str, Any]) -> _Flags:
     return tuple((key, bool(value)) for key, value in _options(group))
 
 

@@ -456,7 +456,7 @@ class Stepper:
                 states.clear()
                 return_free_memory()
             elif self._is_larger_than_pool():
-                if operands or any(each.makes_copies for each in native):
+                if operands or any(each.operand.is_copied for each in native):
                     self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
                 elif self.plan.step_in_backward:  # Gradients are freed one after another.
                     self._freed.add(sum(each.segment.numel * each.segment.of.dtype.itemsize for each in all_operands))
