@@ -42,7 +42,7 @@ import itertools
 
 from swapper.sizes import round_up
 
-__all__ = ["CUT_NUMEL", "keeps_bits", "segment_cuts"]
+__all__ = ["CUT_NUMEL", "segment_cuts", "segment_keeps_bits"]
 
 CUT_NUMEL = 64
 """Segments are cut at multiples of this: the widest step of torch's vector loops (two registers of 32 bf16)."""
@@ -77,9 +77,10 @@ def segment_cuts(
         Without `low_precision` all starts are multiples of `cut_numel`, lengths differ by at most 2 * `cut_numel`,
         and there are as few as `numel_max` rounded down to a multiple of `cut_numel` allows.
 
-        With it, `keeps_bits` holds. Where chunks are ragged and longer than 32768, each takes a segment or more of
-        its own, often two, the last of any length from 1 to 32768: at worst about 2 * `threads` segments more than
-        without. Where chunks are multiples of 64 (most layers, on a power of two of threads) about one more.
+        With it, `segment_keeps_bits` is true of each. Where chunks are ragged and longer than 32768, each takes a
+        segment or more of its own, often two, the last of any length from 1 to 32768: at worst about 2 * `threads`
+        segments more than without. Where chunks are multiples of 64 (most layers, on a power of two of threads) about
+        one more.
 
     Raises:
         ValueError: `numel_max` is less than `cut_numel`, `numel` is negative, or `threads` is less than 1.
@@ -93,20 +94,6 @@ def segment_cuts(
     if not low_precision or _pieces(numel, threads) == 1:
         return _even_cuts(0, numel, numel_max, cut_numel)
     return _cuts_of_chunks(numel, numel_max, threads)
-
-
-def keeps_bits(numel: int, cuts: tuple[tuple[int, int], ...], *, threads: int) -> bool:
-    """Tell if stepping on `cuts` puts the same elements into scalar tails as stepping whole, at any vector width.
-
-    This is the rule for `low_precision`, as a check: it knows nothing of how cuts are made. A False says that
-    bits may differ on some machine, not that they do on this one.
-
-    Args:
-        numel: elements of the parameter.
-        cuts: `(start, stop)` of each segment, tiling `[0, numel)`.
-        threads: as in `segment_cuts`.
-    """
-    return all(_segment_keeps_bits(start, stop, numel, threads) for start, stop in cuts)
 
 
 def _pieces(numel: int, threads: int) -> int:
@@ -125,7 +112,12 @@ def _outer_chunk_numel(numel: int, threads: int) -> int:
     return numel if chunk % CUT_NUMEL == 0 else chunk
 
 
-def _segment_keeps_bits(start: int, stop: int, numel: int, threads: int) -> bool:
+def segment_keeps_bits(start: int, stop: int, numel: int, threads: int) -> bool:
+    """Tell if stepping on a segment of `numel` elements has the same in scalar tails as stepping whole, at any width.
+
+    This is the rule for `low_precision`, as a check: it knows nothing of how cuts are made. A False says that
+    bits may differ on some machine, not that they do on this one.
+    """
     outer = _outer_chunk_numel(numel, threads)
     inner = _chunk_numel(stop - start, threads)
     for piece_start in range(start, stop, inner):
@@ -158,7 +150,7 @@ def _cuts_of_chunks(numel: int, numel_max: int, threads: int) -> tuple[tuple[int
     cuts: list[tuple[int, int]] = []
     for start, stop in itertools.pairwise(edges):
         last = (count - 1) * chunk
-        if stop - start <= numel_max and _segment_keeps_bits(start, stop, numel, threads):
+        if stop - start <= numel_max and segment_keeps_bits(start, stop, numel, threads):
             cuts.append((start, stop))
         elif start < last < stop:
             # The last chunk is so much shorter than the others that this run would be split elsewhere.

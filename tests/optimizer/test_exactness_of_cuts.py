@@ -15,7 +15,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from swapper.optimizer.cuts import CUT_NUMEL, keeps_bits, segment_cuts
+from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts, segment_keeps_bits
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 
 pytestmark = pytest.mark.packs_too
@@ -41,6 +41,10 @@ def assert_tiles(cuts: Cuts, numel: int, numel_max: int) -> None:
     assert [start for start, _ in cuts] == edges[:-1]
     assert edges[-1] == numel
     assert all(1 <= stop - start <= numel_max for start, stop in cuts)
+
+
+def keeps_bits(numel: int, cuts: Cuts, *, threads: int) -> bool:
+    return all(segment_keeps_bits(start, stop, numel, threads) for start, stop in cuts)
 
 
 @settings(deadline=None)
