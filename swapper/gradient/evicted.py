@@ -19,7 +19,7 @@ from swapper.io.devices import Copy, keep_for_current_stream
 from swapper.metrics import Metrics
 from swapper.storage.agreement import agreed
 from swapper.storage.backward_agreement import have_all_ranks
-from swapper.storage.buffers import BufferPool
+from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import (
@@ -153,11 +153,8 @@ class EvictedGradients:
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()
         try:
-            lease, there = self._cache.take(part.key, part.length_bytes)
+            lease, there, view = self._take_part(gradient, part)
             assert there, part.key
-            view = lease.view(0, part.numel, gradient.dtype)
-            if gradient.rounds:
-                decode_in_place(view)
             uploaded, lease.transfer = upload(view)
         finally:
             self._cache.release(part.key)  # The memory goes to nobody else before the copy is over.
@@ -268,10 +265,7 @@ class EvictedGradients:
         """Call `change` with each of `parts` and its buffer, 1-D. If that is cut off, the gradient is LOST."""
         try:
             for part in parts:
-                lease, there = self._cache.take(part.key, part.length_bytes)
-                view = lease.view(0, part.numel, gradient.dtype)
-                if there and gradient.rounds:
-                    decode_in_place(view)
+                *_, view = self._take_part(gradient, part)
                 change(part, view)
                 self._cache.put(part.key, self._rounded(gradient, part, view))
         except BaseException as error:
@@ -380,17 +374,24 @@ class EvictedGradients:
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()
         try:
-            lease, there = self._cache.take(part.key, part.length_bytes)
+            _, there, view = self._take_part(gradient, part)
             assert there or gradient.state is GradientState.ZERO, part.key
-            view = lease.view(0, part.numel, gradient.dtype)
-            if there and gradient.rounds:
-                decode_in_place(view)
             with modes_kept():
                 set_grad_mode(False)
                 self._complete(gradient, view)
             yield view
         finally:
             self._cache.release(part.key)
+
+    def _take_part(
+        self, gradient: Gradient, part: PartRecord, *, follows: bool = False
+    ) -> tuple[Lease, bool, torch.Tensor]:
+        """As `RecordCache.take`, of `part`. Returns its values too, decoded and 1-D; undefined if the buffer is new."""
+        lease, there = self._cache.take(part.key, part.length_bytes, follows=follows)
+        view = lease.view(0, part.numel, gradient.dtype)
+        if there and gradient.rounds:
+            decode_in_place(view)
+        return lease, there, view
 
     def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
         """Do what was put off."""

@@ -52,7 +52,7 @@ from swapper.gradient.records import (
     fitting,
     record_bytes,
 )
-from swapper.gradient.rounding import PlaceOf, decode_in_place, rounding_of
+from swapper.gradient.rounding import PlaceOf, rounding_of
 from swapper.io.devices import refuse_in_graph
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.backward_agreement import raised_by_all
@@ -390,11 +390,8 @@ class GradientSwapper(EvictedGradients):
                 copy = None
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
-                    lease, there = self._cache.take(part.key, part.length_bytes, follows=not gradient.rounds)
+                    lease, there, view = self._take_part(gradient, part, follows=not gradient.rounds)
                     assert there or before is not GradientState.EVICTED, part.key
-                    view = lease.view(0, part.numel, gradient.dtype)
-                    if there and gradient.rounds:
-                        decode_in_place(view)
                     if before is GradientState.IN_MEMORY:
                         copy = lease.transfer = copies.copy(view, piece)
                     else:
