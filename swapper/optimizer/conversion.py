@@ -101,16 +101,7 @@ class Conversion:
         def hooked(optimizer: Optimizer, *args: Any, **named: Any) -> Any:
             return step(optimizer, closure_of(optimizer, args, named))
 
-        @functools.wraps(type(optimizer).step)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            target = optimizer_ref()
-            assert target is not None
-            # As the wrapper that a scheduler would put here: it looks for both names.
-            target._opt_called = True  # type: ignore[attr-defined]
-            return hooked(target, *args, **kwargs)
-
-        stepped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        methods: dict[str, Any] = {"step": stepped, "__getstate__": _refuse_copy}
+        methods: dict[str, Any] = {"step": _as_of_a_scheduler(optimizer, hooked), "__getstate__": _refuse_copy}
         class_load, own_load = type(optimizer).load_state_dict, vars(optimizer).get("load_state_dict")
         if own_load is not None or class_load is not Optimizer.load_state_dict:
             state = self._state
@@ -145,7 +136,8 @@ class Conversion:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(self._former)
             if "step" not in self._former and any("initial_lr" in group for group in optimizer.param_groups):
-                _install_scheduler_wrapper(optimizer)
+                # The scheduler was given ours, and has put none there itself.
+                optimizer.step = _as_of_a_scheduler(optimizer, type(optimizer).step)  # type: ignore[method-assign]
         del vars(optimizer)["swapper"]  # Last: it says that there is something to undo.
 
 
@@ -156,17 +148,16 @@ def _refuse_copy() -> NoReturn:
     )
 
 
-def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
-    """Put on the optimizer what a scheduler puts on it; the scheduler was given ours, and has left it alone."""
+def _as_of_a_scheduler(optimizer: Optimizer, step: _Hook) -> _Hook:
+    """`step` as a method of `optimizer`, like the wrapper that a scheduler puts there: it looks for both names."""
     reference = weakref.ref(optimizer)
-    class_step = type(optimizer).step
 
-    @functools.wraps(class_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(type(optimizer).step)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
         target = reference()
         assert target is not None
         target._opt_called = True  # type: ignore[attr-defined]
-        return class_step(target, *args, **kwargs)
+        return step(target, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
+    stepped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return stepped
