@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import mmap
 import threading
 from collections import defaultdict
@@ -203,10 +204,6 @@ class StateRecords:
             return False
         if self.plan.counts_steps and self._noted_steps != self.bucket_records.steps:
             return False
-
-        def group_of(of: OptimizerParameter) -> dict[str, Any]:
-            return optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
-
         with_state = [of for of in self.plan.planned() if of.has_state]
         try:
             for cache in self.bucket_records.caches:
@@ -215,6 +212,7 @@ class StateRecords:
             return False
         with modes_kept():
             set_grad_mode(False)
+            group_of = functools.partial(_group_of, optimizer)
             return self._snapshot.is_what_is_there(self.bucket_records.changes, with_state, given, group_of)
 
     def take_noted_steps(self) -> None:
@@ -389,8 +387,7 @@ def _write(
     """Make `entries_of` each of `segments` its state. Arguments as for `StateRecords.replace`."""
     masters: Masters = {}
     for segment in segments:
-        number = segment.of.group
-        group = optimizer.defaults if number is None else optimizer.param_groups[number]
+        group = _group_of(optimizer, segment.of)
         p, entries = segment.local, entries_of(segment)
         state: dict[str, Any] = {}
         for key, value in entries.items():
@@ -419,6 +416,11 @@ def _write(
     opened.encode(masters)
 
 
+def _group_of(optimizer: Optimizer, of: OptimizerParameter) -> dict[str, Any]:
+    """The group of a parameter; the options of a new one if it is in none."""
+    return optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
+
+
 def _set_by_the_class(
     optimizer: Optimizer, entries_of: Callable[[Segment], dict[str, Any]]
 ) -> Callable[[Segment], dict[str, Any]]:
@@ -433,8 +435,7 @@ def _set_by_the_class(
         nonlocal last
         of = segment.of
         if last is None or last[0] is not of:
-            group = optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
-            given = entries_of(segment)
+            group, given = _group_of(optimizer, of), entries_of(segment)
             cast = {key: as_loaded(key, value, segment, group) for key, value in given.items() if key != MASTER}
             stand_in = type(optimizer).__new__(type(optimizer))
             vars(stand_in).update({key: value for key, value in vars(optimizer).items() if key not in OWN_ATTRIBUTES})
