@@ -105,16 +105,12 @@ class Check:
         """Tell if the result is there."""
         return self._over is None or self._over.done()
 
-    def differs(self) -> bool:
-        """Wait for the result: True if a value has changed.
+    def differing(self) -> list[int]:
+        """Wait for the result: which of the sums are not what they were.
 
         Raises:
             SwapIOError: the device failed.
         """
-        return bool(self.differing())
-
-    def differing(self) -> list[int]:
-        """As `differs`: which of the sums are not what they were."""
         if self._over is not None:
             self._over.wait()
             self._over = None

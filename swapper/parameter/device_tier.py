@@ -38,9 +38,8 @@ import torch
 from swapper.errors import SwapIOError
 from swapper.io.devices import Copy, DeviceCopies, memory_advice, refuse_in_graph
 from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, about_graphs, one_call_of
-from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
-from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.held_on_device import DeviceUses, HeldOnDevice
 from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes

@@ -591,6 +591,10 @@ class Trained:
             assert same_bits(p.cpu(), q.cpu())
 
 
+FILES = "parameter/device_", "parameter/held_on_device.py"
+"""What Ctrl-C strikes in below."""
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_ctrl_c_in_a_pass(nvme_path: Path, device: torch.device) -> None:
@@ -598,8 +602,8 @@ def test_ctrl_c_in_a_pass(nvme_path: Path, device: torch.device) -> None:
     trained.check()
     before = torch.accelerator.memory_allocated(device)
     struck = 0
-    for place in places_of(lambda: trained.run(trained.model), "parameter/device_", sample=None if ALL else 15):
-        struck += interrupted_at(place, lambda: trained.run(trained.model), "parameter/device_")
+    for place in places_of(lambda: trained.run(trained.model), *FILES, sample=None if ALL else 15):
+        struck += interrupted_at(place, lambda: trained.run(trained.model), *FILES)
         gc.collect()
         trained.check()
         assert torch.accelerator.memory_allocated(device) <= before + 2000, place
@@ -614,10 +618,10 @@ def test_ctrl_c_while_what_changed_goes_down(nvme_path: Path, device: torch.devi
     trained = Trained(nvme_path, device)
     for model in (trained.model, trained.plain):
         trained.change(model)
-    for place in places_of(trained.swapper.flush, "parameter/device_", sample=None if ALL else 15):
+    for place in places_of(trained.swapper.flush, *FILES, sample=None if ALL else 15):
         for model in (trained.model, trained.plain):
             trained.change(model)
-        interrupted_at(place, trained.swapper.flush, "parameter/device_")
+        interrupted_at(place, trained.swapper.flush, *FILES)
         trained.check()
     trained.close()
 

@@ -372,7 +372,7 @@ def test_ctrl_c_in_a_pass(direct: Mock, nvme_path: Path, device: torch.device) -
     trained = Trained(nvme_path, device)
     trained.check()
     before = torch.accelerator.memory_allocated(device)
-    files, struck = ("parameter/di", "parameter/device_"), 0
+    files, struck = ("parameter/di", "parameter/device_", "parameter/held_on_device.py"), 0
     for place in places_of(lambda: trained.evaluated(trained.model), *files, sample=None if ALL else 15):
         struck += interrupted_at(place, lambda: trained.evaluated(trained.model), *files)
         gc.collect()
@@ -473,7 +473,7 @@ def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -
         trained.swapper.flush()
 
     change()
-    files, struck = ("parameter/di", "parameter/device_"), 0
+    files, struck = ("parameter/di", "parameter/device_", "parameter/held_on_device.py"), 0
     for place in places_of(change, *files, sample=None if ALL else 15):
         struck += interrupted_at(place, change, *files)
         gc.collect()
