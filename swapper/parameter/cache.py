@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -42,13 +42,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BY_ADDRESS",
     "DEVICE_TYPES",
-    "ONE_CALL",
     "Held",
     "ParameterCache",
     "ParameterPolicy",
     "finalize",
     "in_file",
-    "one_call_of",
+    "refuse_room",
 ]
 
 BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
@@ -238,24 +237,14 @@ class ParameterPolicy(CyclicPolicy):
         """Raise the sum."""
         assert cache.limit_bytes is not None
         now_bytes = cache.pool.capacity_bytes, cache.limit_bytes
-        sizes = [(held, held.length_bytes) for held in self._contents if isinstance(held, Held)]
-        if (found := one_call_of(sizes, cache.limit_bytes)) is not None:
-            what, together_bytes = found
-            raise PoolExhausted(
-                f"{what} of the pool, where they have {format_bytes(cache.limit_bytes)}; {ONE_CALL}, or set "
-                f"pool_bytes to at least {self.pool_bytes_for(together_bytes, *now_bytes)}"
-            )
-        held_bytes = cache.records.length_bytes
-        missing_bytes = held_bytes + length_bytes - cache.limit_bytes
-        if missing_bytes <= 0:  # There is room, in pieces that are too short.
-            missing_bytes = length_bytes
-        raise PoolExhausted(
-            f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(held_bytes)} of "
-            f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
-            "which user code keeps views; do not keep views of parameters, or set pool_bytes to at least "
-            f"{self.pool_bytes_for(cache.limit_bytes + missing_bytes, *now_bytes)}, plus the length of each further "
-            f"record of which views are kept{_about_ddp()}"
-            + about_graphs("pool_bytes", self.pool_bytes_for(_length_of(sizes), *now_bytes))
+        refuse_room(
+            [(held, held.length_bytes) for held in self._contents if isinstance(held, Held)],
+            length_bytes,
+            cache.records.length_bytes,
+            len(cache.records),
+            cache.limit_bytes,
+            "pool_bytes",
+            lambda room_bytes: self.pool_bytes_for(room_bytes, *now_bytes),
         )
 
 
@@ -427,50 +416,58 @@ def finalize(
     release()
 
 
-ONE_CALL = (
+_ONE_CALL = (
     "let it use fewer at a time. Where an optimizer's state is not swapped, its step is such a call with foreach=True "
     "or fused=True: make it with foreach=False and fused=False, or give it to swapper.offload with "
     "offload_optimizer.device nvme or cpu"
 )
-"""The advice of errors for a call that uses more parameters at once than there is room for."""
+"""The advice for a call that uses more parameters at once than there is room for."""
 
 
-def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[str, int] | None:
-    """Tell if one call uses more parameters at once than there is room for.
+def refuse_room(
+    sizes: Sequence[tuple[Held, int]],
+    length_bytes: int,
+    held_bytes: int,
+    holders: int,
+    limit_bytes: int,
+    setting: str,
+    setting_for: Callable[[int], int | str],
+    device: torch.device | None = None,
+) -> NoReturn:
+    """Raise PoolExhausted: there is no room for parameters.
 
     Args:
-        sizes: records, with the bytes that each takes.
+        sizes: all records, with the bytes that each takes.
+        length_bytes: of what has no room.
+        held_bytes, holders: what others hold, and how many they are.
         limit_bytes: the room.
-
-    Returns:
-        The beginning of an error's text, and the bytes of all records that are in use; None if there is no such call.
+        setting: the one that bounds it; `setting_for` gives its value for that many bytes of records.
+        device: whose memory it is; None of the pool.
     """
     uses: dict[object, list[int]] = {}
-    for held, length_bytes in sizes:
+    for held, size_bytes in sizes:
         for use in held.holds:
-            uses.setdefault(use, []).append(length_bytes)
+            uses.setdefault(use, []).append(size_bytes)
     most = max(uses.values(), key=sum, default=[])
-    if sum(most) <= limit_bytes:
-        return None
-    what = f"one call uses {len(most)} records of parameters at once, which take {format_bytes(sum(most))}"
-    return what, sum(length_bytes for held, length_bytes in sizes if held.holds)
-
-
-def about_graphs(setting: str, all_bytes: int | str) -> str:
-    """Say what a graph of gradients keeps, for the end of an error: nobody would call that a view.
-
-    Args:
-        setting: the one that bounds the room of parameters.
-        all_bytes: what it has to be for all parameters to have room.
-    """
-    return (
-        "; the graph of a backward pass with create_graph=True keeps all parameters that the pass has used: it needs "
-        f"{setting} of up to {all_bytes}"
+    if sum(most) > limit_bytes:
+        together_bytes = sum(size_bytes for held, size_bytes in sizes if held.holds)
+        raise PoolExhausted(
+            f"one call uses {len(most)} records of parameters at once, which take {format_bytes(sum(most))} "
+            f"{'of the pool' if device is None else f'on {device}'}, where they have {format_bytes(limit_bytes)}; "
+            f"{_ONE_CALL}, or set {setting} to at least {setting_for(together_bytes)}"
+        )
+    missing_bytes = held_bytes + length_bytes - limit_bytes
+    if missing_bytes <= 0:  # There is room, in pieces that are too short.
+        missing_bytes = length_bytes
+    all_bytes = sum(size_bytes for _, size_bytes in sizes)
+    raise PoolExhausted(
+        f"no room {'' if device is None else f'on {device} '}for {format_bytes(length_bytes)} of parameters: "
+        f"{format_bytes(held_bytes)} of {format_bytes(limit_bytes)} are held by {holders} records that are in use at "
+        f"once or of which user code keeps views; do not keep views of parameters, or set {setting} to at least "
+        f"{setting_for(limit_bytes + missing_bytes)}, plus the length of each further record of which views are kept"
+        f"{_about_ddp() if device is None else ''}; the graph of a backward pass with create_graph=True keeps all "
+        f"parameters that the pass has used: it needs {setting} of up to {setting_for(all_bytes)}"
     )
-
-
-def _length_of(sizes: Sequence[tuple[Held, int]]) -> int:
-    return sum(length_bytes for _, length_bytes in sizes)
 
 
 def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:

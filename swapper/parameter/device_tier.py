@@ -31,13 +31,13 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from swapper.errors import SwapIOError
 from swapper.io.devices import Copy, DeviceCopies, memory_advice, refuse_in_graph
-from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, about_graphs, one_call_of
+from swapper.parameter.cache import DEVICE_TYPES, Held, refuse_room
 from swapper.parameter.direct_records import DirectRecords
 from swapper.parameter.held_on_device import DeviceUses, HeldOnDevice
 from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
@@ -138,7 +138,7 @@ class DeviceTier:
         """
         assert isinstance(held, HeldOnDevice)
         refuse_in_graph(self.device)
-        for order in (self._order, self._pool_order if self.direct is None else self.direct):
+        for order in (self._order, self._pool_order):
             order.note(Use(phase, held.number))
         self.poll()
         self.uses.begin(held)
@@ -377,22 +377,16 @@ class DeviceTier:
                 f"or set offload_param.device_bytes to at least {needed_bytes + self._beside_bytes}"
             )
 
-    def _refuse(self, length_bytes: int) -> None:
-        sizes = [(held, device_bytes_of(held.plan)) for held in self._records]
-        if (found := one_call_of(sizes, self.limit_bytes)) is not None:
-            what, together_bytes = found
-            raise PoolExhausted(
-                f"{what} on {self.device}, where they have {format_bytes(self.limit_bytes)}; {ONE_CALL}, or set "
-                f"offload_param.device_bytes to at least {together_bytes + self._beside_bytes}"
-            )
-        holders = [held for held in self._records if held.values]
-        all_bytes = sum(length_bytes for _, length_bytes in sizes)
-        raise PoolExhausted(
-            f"no room on {self.device} for {format_bytes(length_bytes)} of parameters: {format_bytes(self.used_bytes)} "
-            f"of {format_bytes(self.limit_bytes)} are held by {len(holders)} records that are in use at once or of "
-            "which user code keeps views; do not keep views of parameters, or set offload_param.device_bytes to at "
-            f"least {self.used_bytes + length_bytes + self._beside_bytes}, plus the length of each further record of "
-            f"which views are kept{about_graphs('offload_param.device_bytes', all_bytes + self._beside_bytes)}"
+    def _refuse(self, length_bytes: int) -> NoReturn:
+        refuse_room(
+            [(held, device_bytes_of(held.plan)) for held in self._records],
+            length_bytes,
+            self.used_bytes,
+            sum(bool(held.values) for held in self._records),
+            self.limit_bytes,
+            "offload_param.device_bytes",
+            lambda room_bytes: room_bytes + self._beside_bytes,
+            self.device,
         )
 
     def _evict(self, held: HeldOnDevice) -> None:

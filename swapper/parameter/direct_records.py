@@ -29,7 +29,7 @@ import torch
 from swapper.io.devices import DeviceCopies
 from swapper.metrics import Metrics
 from swapper.parameter.cache import Held
-from swapper.storage.access_order import Order, Use
+from swapper.storage.access_order import Order
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
@@ -130,10 +130,6 @@ class DirectRecords:
         self._pinned: _Staged | None = None  # perhaps by a call that was cut off
         self.cache = RecordCache(pool, store, metrics, CyclicPolicy(order, self._staged), owner)
         self.cache.limit_bytes = pool.capacity_bytes
-
-    def note(self, use: Use) -> None:
-        """A record is used on the device."""
-        self._order.note(use)
 
     def fetch(self, held: Held, in_pool: RecordCache) -> Lease:
         """Have a record in the staging memory, until `release`. Starts to read what will be used after it.

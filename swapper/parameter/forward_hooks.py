@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
-from swapper.parameter.home import note_whole
 from swapper.parameter.saved_tensors import watch_hooks_of_users
 from swapper.tensors.evicted import refuse_copy, refuse_pickle
 
@@ -132,7 +131,7 @@ class Copies:
                 own[name] = attributes[name]
         if owner is not None and attributes.get("swapper") is owner:
             own["swapper"] = owner
-            note_whole(owner, memo)
+            memo[id(owner)] = None  # The whole model is copied: its copy has no swapper, and may be in mapped files.
         try:
             for name in own:  # Not before: Ctrl-C may strike between two of them.
                 del attributes[name]

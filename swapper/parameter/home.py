@@ -19,7 +19,7 @@ from swapper.tensors.homes import Home, TemporaryHome, home_of
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "note_whole", "parts_of"]
+__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "parts_of"]
 
 
 class ParameterHome:
@@ -83,11 +83,6 @@ class ParameterHome:
             refuse_copy(f"{self.name}, a parameter of a class of its own")
         mapped = owner._copies if id(owner) in memo and parameter.device.type == "cpu" else None
         return copy_in_memory(owner.used(parts_of([self])), parameter, memo, mapped)
-
-
-def note_whole(owner: ParameterOwner, memo: dict[int, Any]) -> None:
-    """Note in `memo` of `copy.deepcopy` that the whole model is copied. Its copy has None in place of `owner`."""
-    memo[id(owner)] = None
 
 
 def copy_in_memory(
