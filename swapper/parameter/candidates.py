@@ -1,12 +1,18 @@
-"""The tensors of a model that may be swapped: parameters, large buffers, and what is inside of tensor subclasses."""
+"""The tensors of a model that may be swapped: parameters, large buffers, and what is inside of tensor subclasses.
+
+And the reasons why others stay in memory, with what a user can do about them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from swapper.errors import ConfigError
+from swapper.sizes import format_bytes
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_evicted, is_ordinary
 from swapper.tensors.hollow import shows_reads
@@ -17,16 +23,14 @@ from swapper.tensors.strides import is_dense, is_plain
 
 __all__ = [
     "ALREADY",
-    "BUFFER_BYTES",
     "BUFFER_IN_NO_FILE",
-    "EMPTY",
-    "NOT_SAID",
-    "SHORT_BYTES",
+    "SMALL",
     "Candidate",
     "candidates_of",
     "memory_of",
     "modules_with_tensors",
     "names_by_storage",
+    "summary_of_what_stays",
     "swapped_tensors",
     "tensors_of",
     "used_by",
@@ -37,12 +41,31 @@ BUFFER_BYTES = 64 << 10
 """Buffers of less stay in memory: most of them are changed in every forward, and none is a weight."""
 
 ALREADY = "it is swapped already"
-EMPTY = "it is empty"
+_EMPTY = "it is empty"
 BUFFER_IN_NO_FILE = "it is a buffer that is in no file"
 _SHORT = "it is a short table of a quantised tensor"
 _CAST = "its module, of bitsandbytes, casts it to the dtype of its input"
-NOT_SAID = frozenset({ALREADY, EMPTY, BUFFER_IN_NO_FILE, _SHORT, _CAST})
+SMALL = "it is small, and read once"
+"""Of a parameter whose values are in a file of somebody else."""
+_NOT_SAID = frozenset({ALREADY, _EMPTY, BUFFER_IN_NO_FILE, _SHORT, _CAST, SMALL})
 """Reasons to stay in memory that nobody needs to be told."""
+
+_ADVICE = {
+    "it is in no file": "save the model with it",
+    "it is lazy": "run the model once before swapper.offload",
+    "its class is": "of tensor subclasses only those can be moved that have __tensor_flatten__, as torchao's, and "
+    "those of bitsandbytes: quantise the model with one of these, or use ordinary parameters",
+    "its dtype is": "convert the model to another dtype, as with model.to(torch.bfloat16)",
+    "it was made in inference mode": "make the model outside of torch.inference_mode, and use it there",
+    "it is no parameter": "register it as a parameter, or detach it",
+    "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
+    "a tensor that is neither": "delete that tensor, or make it a copy (clone), before swapper.offload",
+    "it belongs to a ScriptModule": "offload the module that was scripted instead",
+    "its elements do not lie densely": "make it contiguous: p.data = p.data.contiguous()",
+    "it is computed from others": "register a leaf as the parameter",
+    "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
+}
+"""Advice about a parameter that stays, by the beginning of the reason."""
 
 SHORT_BYTES = 4096
 """Tables of less, beside the codes of a parameter of bitsandbytes, stay in memory: some are shared by a whole model."""
@@ -93,7 +116,7 @@ def why_not(tensor: torch.Tensor, device: torch.device | None = None) -> str:
     if not shows_reads(tensor.dtype, device):
         return f"its dtype is {tensor.dtype}, which has no NaN to show that it was read on {device.type}"
     if tensor.numel() == 0:
-        return EMPTY
+        return _EMPTY
     if tensor.is_inference() and tensor.device.type != "meta":
         return "it was made in inference mode"
     if not tensor.is_leaf:
@@ -151,31 +174,27 @@ def swapped_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield all tensors that have the bytes of the parameters and buffers of `model`, each once."""
+    return (tensor for _, tensor in _named_tensors_of(model))
+
+
+def _named_tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[torch.Tensor] = set()
     for prefix, module in modules_with_tensors(model):
         for name, whole in (*module._parameters.items(), *module._buffers.items()):
             for inner in () if whole is None else inner_tensors(prefix + name, whole, module):
                 if (tensor := local_of(inner.tensor)) not in seen:
                     seen.add(tensor)
-                    yield tensor
+                    yield inner.name, tensor
 
 
 def names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     """The names of the tensors of `model` that are in memory, by `memory_of` them."""
     names: dict[int, list[str]] = {}
-    seen: set[torch.Tensor] = set()
-    for prefix, module in modules_with_tensors(model):
-        for name, whole in (*module._parameters.items(), *module._buffers.items()):
-            if whole is None or whole in seen:
-                continue
-            seen.add(whole)
-            for inner in inner_tensors(prefix + name, whole, module):
-                tensor = local_of(inner.tensor)
-                if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
-                    continue
-                if tensor.layout is torch.strided and is_plain(tensor) and (tensor is whole or tensor not in seen):
-                    seen.add(tensor)
-                    names.setdefault(memory_of(tensor), []).append(inner.name)
+    for name, tensor in _named_tensors_of(model):
+        if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
+            continue
+        if tensor.layout is torch.strided and is_plain(tensor):
+            names.setdefault(memory_of(tensor), []).append(name)
     return names
 
 
@@ -194,3 +213,72 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers):
         for part in module.layers[0].modules():  # As does this, by those of its first layer alone.
             yield from (candidate.tensor for candidate in candidates_of("", part))
+
+
+def summary_of_what_stays(
+    model: torch.nn.Module,
+    moved_bytes: int,
+    stays: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    notable_bytes: int,
+) -> str:
+    """Say which tensors of `model` stay in memory, why, and what to do; "" if there is nothing to say.
+
+    Args:
+        moved_bytes: of the tensors that are planned to move.
+        stays: why each of the others stays, by name.
+        tensors: all that were looked at, by name.
+        notable_bytes: small buffers are said only if they are more together.
+
+    Raises:
+        ConfigError: not one byte can be moved, and there are parameters that could if they were others.
+    """
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in stays.items():
+        if reason not in _NOT_SAID:
+            # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
+            kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
+            names_by_reason.setdefault(kind, []).append(name)
+    moved_bytes += sum(_length_bytes(tensors[name]) for name, reason in stays.items() if reason in (ALREADY, SMALL))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in tensors}
+    buffer_bytes = sum(map(_length_bytes, buffers.values()))
+    bytes_of = {
+        reason: sum(_length_bytes(tensors[name]) for name in names) for reason, names in names_by_reason.items()
+    }
+    kept_bytes = sum(bytes_of.values())
+    most = kept_bytes + buffer_bytes > moved_bytes and (names_by_reason or buffer_bytes >= notable_bytes)
+    if not names_by_reason and not most:
+        return ""
+    lines = [
+        f"{format_bytes(length)} in {len(names_by_reason[reason])} of {len(tensors)} parameters "
+        f"({_some(names_by_reason[reason])}): {reason}; "
+        + next(advice for beginning, advice in _ADVICE.items() if reason.startswith(beginning))
+        for reason, length in sorted(bytes_of.items(), key=lambda item: -item[1])
+    ]
+    if most and buffers:
+        lines.append(
+            f"{format_bytes(buffer_bytes)} in {len(buffers)} buffers ({_some(list(buffers))}): buffers of less than "
+            f"{format_bytes(BUFFER_BYTES)} are not swapped; use a model whose weights are parameters"
+        )
+    total_bytes = moved_bytes + kept_bytes + (buffer_bytes if most else 0)
+    text = f"{format_bytes(total_bytes - moved_bytes)} of the {format_bytes(total_bytes)} of this model stay in memory:"
+    text = "\n  ".join([text, *lines])
+    if names_by_reason and not moved_bytes:
+        raise ConfigError(
+            "offload_param.device: nvme cannot move a byte of this model's parameters; use offload_param.device: none, "
+            f"or change this. {text}"
+        )
+    return text
+
+
+def _length_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
+        return tensor.nbytes
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -19,7 +19,7 @@ from swapper.errors import SwapError
 from swapper.io.checksums import checksum
 from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import Held, finalize
-from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, Candidate, why_not
+from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, SMALL, Candidate, why_not
 from swapper.parameter.conversions import Conversion, plan_sources
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.embeddings import find_embeddings
@@ -50,7 +50,6 @@ from swapper.parameter.records import (
 )
 from swapper.parameter.streamed import choose_streamed
 from swapper.parameter.swapper import ParameterSwapper
-from swapper.parameter.what_stays import SMALL
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.budget import PoolBudget

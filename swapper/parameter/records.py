@@ -24,12 +24,12 @@ from swapper.parameter.candidates import (
     memory_of,
     modules_with_tensors,
     names_by_storage,
+    summary_of_what_stays,
     used_by,
     why_not,
 )
 from swapper.parameter.device_sums import DeviceSums
 from swapper.parameter.fsdp import check_groups, shards_of
-from swapper.parameter.what_stays import summary_of_what_stays
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.budget import WHOLE, ParameterNeeds
 from swapper.storage.device_pool import DevicePool
