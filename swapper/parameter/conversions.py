@@ -1,4 +1,4 @@
-"""Parameters that are made of tensors of files which are not their bytes: cast, transposed, or joined of many parts.
+"""Parameters from files: those made of tensors that are not their bytes (cast, transposed, joined), and parts of them.
 
 [Note: converted parameters] The tensors of the files are read to the end of the record's buffer, behind all else that
 it has. When all of them have arrived the parameters are made of them at their places. So a record that is cast from
@@ -29,7 +29,7 @@ import torch
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from swapper.storage.spans import Extent, Span, plan_spans
 
-__all__ = ["Conversion", "InPlace", "Source", "plan_sources"]
+__all__ = ["Conversion", "InPlace", "Source", "has_parts", "plan_part", "plan_sources"]
 
 
 class Source(NamedTuple):
@@ -183,3 +183,39 @@ def _convert(targets: Sequence[_Target], found: Mapping[Source, int], buffer: to
 
 def _view(buffer: torch.Tensor, at_bytes: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     return buffer[at_bytes : at_bytes + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+# --- Parts of a parameter: rows of its first dimension, which come by themselves -------------------------------------
+
+
+def has_parts(pieces: Sequence[Extent] | Conversion | None) -> bool:
+    """Return True if what is in files as `pieces`, or made of files so, can come by rows of its first dimension."""
+    return pieces.rows is not None if isinstance(pieces, Conversion) else pieces is not None
+
+
+def plan_part(
+    p: torch.Tensor, pieces: Sequence[Extent] | Conversion, first: int, last: int, residue_bytes: int
+) -> tuple[int, int, int, tuple[Span, ...]]:
+    """Plan where some rows of `p` come from: their offset, the bytes of a file and of a buffer for them, the spans."""
+    row_bytes = p.nbytes // p.shape[0]
+    if not isinstance(pieces, Conversion):
+        plan = plan_spans([_slice(pieces, first * row_bytes, last * row_bytes)], [residue_bytes])
+        size_bytes = round_up(plan.length_bytes, PAGE_BYTES)
+        return plan.offsets_bytes[0], size_bytes, size_bytes, plan.spans
+    assert pieces.rows is not None
+    like = torch.empty((last - first, *p.shape[1:]), dtype=p.dtype, device="meta")
+    file_bytes = round_up(residue_bytes + like.nbytes, PAGE_BYTES)
+    spans, length_bytes = plan_sources([(like, pieces.rows(first, last), residue_bytes)], file_bytes)
+    return residue_bytes, file_bytes, length_bytes, spans
+
+
+def _slice(extents: Sequence[Extent], start: int, stop: int) -> list[Extent]:
+    """The extents of the bytes from `start` to `stop` of what `extents` are one after another."""
+    found, at = [], 0
+    for extent in extents:
+        length = extent.stop_bytes - extent.start_bytes
+        first, last = max(start - at, 0), min(stop - at, length)
+        if first < last:
+            found.append(Extent(extent.path, extent.start_bytes + first, extent.start_bytes + last))
+        at += length
+    return found

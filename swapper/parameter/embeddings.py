@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from swapper.parameter.candidates import why_not
-from swapper.parameter.conversions import Conversion
+from swapper.parameter.conversions import Conversion, has_parts
 from swapper.parameter.experts import Found
-from swapper.parameter.parts import has_parts
 from swapper.storage.spans import Extent
 from swapper.tensors.evicted import is_ordinary
 

@@ -29,13 +29,12 @@ from torch._compile import _disable_dynamo
 from swapper.metrics import Metrics
 from swapper.parameter.cache import Held, ParameterCache, ParameterPolicy
 from swapper.parameter.candidates import Candidate, why_not
-from swapper.parameter.conversions import Conversion
+from swapper.parameter.conversions import Conversion, has_parts, plan_part
 from swapper.parameter.device_sums import DeviceSums
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.expert_order import ExpertOrder
 from swapper.parameter.forward_hooks import ForwardHooks
 from swapper.parameter.held_on_device import HeldOnDevice
-from swapper.parameter.parts import has_parts, plan_part
 from swapper.parameter.records import (
     DeviceNeeds,
     DeviceRoom,
