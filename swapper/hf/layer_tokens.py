@@ -145,7 +145,7 @@ class LayerTokens:
 
     def _forget_empty(self, position: int) -> None:
         if not len(record := self._own[position]):
-            self._all.forget(record)
+            self._all.forget(record.key)
             del self._own[position]
 
     def select(self, rows: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ class LayerTokens:
     def clear(self) -> None:
         """Drop all."""
         while self._own:
-            self._all.forget(self._own[-1])
+            self._all.forget(self._own[-1].key)
             self._own.pop()
         self.count = 0
         self.likes = ()

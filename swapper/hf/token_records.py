@@ -27,17 +27,18 @@ import torch
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.hf.round_policy import RoundPolicy
 from swapper.metrics import Metrics
 from swapper.process.finalizers import finalizer
 from swapper.session import Shared
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
+from swapper.storage.cache_policies import Policy
+from swapper.storage.cached_records import CachedRecord, RecordState
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
 
-__all__ = ["RecordPart", "TokenRecord", "TokenRecords", "part_bytes_of"]
+__all__ = ["TokenRecord", "TokenRecords"]
 
 LARGEST_BYTES = 16 << 20
 """A record is no longer: transfers are long enough for any drive."""
@@ -107,6 +108,101 @@ class TokenRecord:
         return self.stop - self.start
 
 
+class RoundPolicy(Policy):
+    """For records that are used in one order, round and round, while new ones come: what was used last goes first.
+
+    That is Belady's rule where a round uses each record once: what was used last is needed last.
+
+    Args:
+        limit_bytes: the most of the pool that records may hold. Below that others give up what they only keep.
+
+    Attributes:
+        lengths_bytes: of the buffers of all records that there are; to be noted before a record is used.
+        held_bytes, peak_bytes: of buffers that records hold now; the most ever.
+        unwritten: records that are newer than what is stored, and the bytes to write of each. They are written when
+            they must go.
+        age_allowed: a record goes for one that is read ahead if it was used at most so many uses ago.
+        failure: the error of the first write that failed.
+    """
+
+    rewrites = True
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.lengths_bytes: dict[RecordKey, int] = {}
+        self.held_bytes = self.peak_bytes = 0
+        self._longest_bytes = 0
+        self.unwritten: dict[RecordKey, int] = {}
+        self.age_allowed = 0
+        self.failure: OSError | None = None
+        self._uses = 0
+        self._used: dict[RecordKey, int] = {}  # records that hold a buffer, and when they were used, the last one last
+
+    def keeps(self, key: RecordKey) -> bool:
+        """All, as long as there is room."""
+        return True
+
+    def use(self, key: RecordKey) -> None:
+        """Note that a record that holds a buffer is used now."""
+        self._uses += 1
+        if self._used.pop(key, None) is not None:
+            self._used[key] = self._uses
+
+    def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
+        """The record used last that is written; then the one whose write began first; then what was read ahead."""
+        unwritten = None
+        for key in reversed(self._used):
+            record = cache.records.get(key)
+            if record is None or record.state is not RecordState.KEPT:
+                continue
+            if key in self.unwritten:
+                unwritten = unwritten or record
+            elif record.lease.transfer is None or record.lease.transfer.done():
+                return record
+        if idle_only:
+            return None
+        writing = next((record for record in cache.records.writes() if record.state is RecordState.KEPT), None)
+        return writing or unwritten or cache.records.last(RecordState.ARRIVING)
+
+    def spare(self, cache: RecordCache) -> CachedRecord | None:
+        """The record used last, if it was used so lately that it is needed after the one that is read ahead."""
+        for key, used in reversed(self._used.items()):
+            record = cache.records.get(key)
+            if self._uses - used > self.age_allowed:
+                return None
+            if record is None or record.state is not RecordState.KEPT or key in self.unwritten:
+                continue
+            if record.lease.transfer is None or record.lease.transfer.done():
+                return record
+        return None
+
+    def acquired(self, key: RecordKey) -> None:
+        """Count its buffer."""
+        self._used[key] = self._uses
+        self._longest_bytes = max(self._longest_bytes, self.lengths_bytes[key])
+        self._hold(self.lengths_bytes[key])
+
+    def released(self, key: RecordKey) -> None:
+        """Forget it."""
+        if self._used.pop(key, None) is not None:
+            self._hold(-self.lengths_bytes[key])
+
+    def _hold(self, change_bytes: int) -> None:
+        self.held_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.evicts_own = self.held_bytes + self._longest_bytes > self.limit_bytes
+
+    def before_eviction(self, cache: RecordCache, record: CachedRecord) -> None:
+        """Write it if it is newer than what is stored."""
+        if (length_bytes := self.unwritten.get(record.key)) is not None:
+            cache.write(record.key, length_bytes)
+            del self.unwritten[record.key]
+
+    def write_failed(self, key: RecordKey) -> None:
+        """Note it: what is stored of the record is of no use."""
+        self.failure = self.failure or OSError("a write of keys and values failed")
+
+
 class TokenRecords:
     """The records of one cache. Made with the cache; its files go when it is closed or dies.
 
@@ -135,14 +231,14 @@ class TokenRecords:
         self._owner = next(_owners)
         self._numbers = itertools.count()
         self._longest_bytes = min(config.bucket_bytes, LARGEST_BYTES)
-        self._live: dict[RecordKey, None] = {}
         shared, release = Shared.held(config, None, part_bytes_of(config), 0, together="caches")
         try:
             self._pool, self._store = shared.pool, shared.store
             self._policy = RoundPolicy(part_bytes_of(config))
             self._cache = RecordCache(self._pool, self._store, self.metrics, self._policy, owner=self)
             self._cache.limit_bytes = self._policy.limit_bytes
-            self._finalizer = finalizer(self, _finalize, self._cache, self._store, self._live, release, self._pid)
+            of_cache = self._cache, self._store, self._policy.lengths_bytes
+            self._finalizer = finalizer(self, _finalize, *of_cache, release, self._pid)
         except BaseException:
             release()
             raise
@@ -200,10 +296,10 @@ class TokenRecords:
             self._cache.recover()
             for records in self.layers:
                 while records:
-                    self.forget(records[-1])
+                    self.forget(records[-1].key)
                     records.pop()
-            for key in list(self._live):  # Of calls that were cut off.
-                self._forget(key)
+            for key in list(self._policy.lengths_bytes):  # Of calls that were cut off.
+                self.forget(key)
             self._policy.failure = self._failure = None
         else:
             self.check()
@@ -213,11 +309,6 @@ class TokenRecords:
         if os.getpid() == self._pid:
             with self._cache.lock:
                 self._finalizer()
-
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return not self._finalizer.alive
 
     # --- Records ----------------------------------------------------------------------------------------------------
 
@@ -275,7 +366,6 @@ class TokenRecords:
                 f"{format_bytes(self._policy.limit_bytes)}; make pool_bytes larger"
             )
         key = RecordKey(self._owner, "kv", next(self._numbers))
-        self._live[key] = None
         self._policy.lengths_bytes[key] = length_bytes
         self._store.plan({key: length_bytes})
         record = TokenRecord(key, tuple(parts), length_bytes)
@@ -340,16 +430,12 @@ class TokenRecords:
         for step in range(1, len(self.layers) + 1):
             yield from self.layers[(layer + step) % len(self.layers)]
 
-    def forget(self, record: TokenRecord) -> None:
+    def forget(self, key: RecordKey) -> None:
         """Delete a record, which no layer has any more after this."""
-        self._forget(record.key)
-
-    def _forget(self, key: RecordKey) -> None:
         with self._cache.lock:  # See [Note: other threads].
             self._policy.unwritten.pop(key, None)
             self._cache.forget(key)
             self._policy.lengths_bytes.pop(key, None)
-        self._live.pop(key, None)
 
 
 _DEPTH = 64
@@ -376,7 +462,7 @@ def _patiently(call: Callable[[], _ResultT]) -> _ResultT:
 
 
 def _finalize(
-    cache: RecordCache, store: TensorStore, live: dict[RecordKey, None], release: Callable[[], None], pid: int
+    cache: RecordCache, store: TensorStore, live: dict[RecordKey, int], release: Callable[[], None], pid: int
 ) -> None:
     """Wait for what is in flight, delete the files and give the memory back."""
     if os.getpid() != pid:

@@ -42,7 +42,7 @@ from transformers import (
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OffloadedCache, SwapError, SwapIOError
-from swapper.hf import layer_tokens, round_policy, token_records
+from swapper.hf import layer_tokens, token_records
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import TensorStore
 from swapper.storage.transfers import FailedTransfer, RecordTransfer
@@ -558,7 +558,7 @@ def test_a_failure_of_the_drive_is_raised_and_ends_the_use(
 @pytest.mark.long
 @torch.no_grad()
 def test_ctrl_c_leaves_all_or_nothing_or_a_cache_that_refuses(config: OffloadConfig) -> None:
-    files = "hf/token_records.py", "hf/layer_tokens.py", "hf/cache_layers.py", "hf/round_policy.py"
+    files = "hf/token_records.py", "hf/layer_tokens.py", "hf/cache_layers.py"
     calls: list[Callable[[Any], object]] = [
         lambda cache: cache.update(*torch.ones(2, 2, 2, 90, 16), 1),
         lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
@@ -646,7 +646,7 @@ def test_another_thread_takes_the_buffers_at_any_line(every: int, config: Offloa
                 while pool.reclaim():
                     pass
 
-            with at_each_line({token_records, layer_tokens, round_policy}, reclaim_all, every=every):
+            with at_each_line({token_records, layer_tokens}, reclaim_all, every=every):
                 given = rounds(cache)
     assert all(same(a, b) for a, b in zip(given, plain, strict=True))
 
