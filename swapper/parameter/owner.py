@@ -298,22 +298,17 @@ class ParameterOwner(ParameterCache):
 
     # --- Uses ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def present(self, records: Iterable[Held], phase: str = "") -> Iterator[None]:
-        """Attach the parameters of `records` within it. Changes are kept.
-
-        Args:
-            records: of this owner.
-            phase: of training, to know the use by in the next round; "" finds it out.
-        """
-        with self._holding([(held, tuple(range(len(held.plan.locations)))) for held in records], phase):
-            yield
+    def present(self, records: Iterable[Held]) -> contextlib.AbstractContextManager[None]:
+        """Attach the parameters of `records`, of this owner, within it. Changes are kept."""
+        return self._holding([(held, tuple(range(len(held.plan.locations)))) for held in records])
 
     @contextmanager
     def _holding(self, parts: Parts, phase: str = "", *, on_host: bool = False) -> Iterator[None]:
         """As `present`, for the parameters in `parts`. The records stay, whether any is attached or not.
 
-        With `on_host` none is attached: the values of an accelerator's parameters are in the pool, to be changed.
+        Args:
+            phase: of training, to know the use by in the next round; "" finds it out.
+            on_host: none is attached: the values of an accelerator's parameters are in the pool, to be changed.
         """
         self._check_open()
         use = ParameterUse(parts, on_host=on_host)
