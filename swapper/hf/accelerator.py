@@ -148,8 +148,10 @@ def swap(accelerator: Accelerator, model: torch.nn.Module, optimizers: Sequence[
             if getattr(each, "scaler", None) is not None:  # Prepared: it has kept `step` of the optimizer as it was.
                 each.__init__(each.optimizer, device_placement=False, scaler=each.scaler)
     _swap_clipping(accelerator, optimizers)
-    _synchronize_one_at_a_time(accelerator)
-    _leave_state_where_it_is(accelerator)
+    for name, method in (("prepare_model", _prepare_model), ("prepare_optimizer", _prepare_optimizer)):
+        plain = getattr(accelerator, name)
+        if not (isinstance(plain, partial) and plain.func is method):
+            setattr(accelerator, name, partial(method, accelerator, plain))
 
 
 def _innermost(optimizer: Any) -> Optimizer:
@@ -176,21 +178,10 @@ def _swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
         setattr(accelerator, name, partial(_clip, accelerator, getattr(accelerator, name), known))
 
 
-def _synchronize_one_at_a_time(accelerator: Accelerator) -> None:
-    """Let `prepare` put models that are evicted into `DistributedDataParallel` without having all of them in memory."""
-    plain = accelerator.prepare_model
-    if not (isinstance(plain, partial) and plain.func is _prepare_model):
-        accelerator.prepare_model = partial(_prepare_model, accelerator, plain)
-
-
-def _leave_state_where_it_is(accelerator: Accelerator) -> None:
-    """Have `prepare` bring no state of a swapped optimizer to the device: that reads all of it, into the device."""
-    plain = accelerator.prepare_optimizer
-    if not (isinstance(plain, partial) and plain.func is _prepare_optimizer):
-        accelerator.prepare_optimizer = partial(_prepare_optimizer, plain)
-
-
-def _prepare_optimizer(plain: Callable[..., Any], optimizer: Any, device_placement: bool | None = None) -> Any:
+def _prepare_optimizer(
+    accelerator: Accelerator, plain: Callable[..., Any], optimizer: Any, device_placement: bool | None = None
+) -> Any:
+    """Bring no state of a swapped optimizer to the device: that reads all of it, into the device."""
     is_swapped = swapper_of(optimizer) is not None
     return plain(optimizer, device_placement=False if is_swapped else device_placement)
 
@@ -198,6 +189,7 @@ def _prepare_optimizer(plain: Callable[..., Any], optimizer: Any, device_placeme
 def _prepare_model(
     accelerator: Accelerator, plain: Callable[..., Any], model: torch.nn.Module, *args: Any, **named: Any
 ) -> Any:
+    """Put a model that is evicted into `DistributedDataParallel` without having all of it in memory."""
     former = accelerator.ddp_handler
     accelerator.ddp_handler = SimpleNamespace(  # Asked just before and after the constructor is called.
         to_kwargs=lambda: ddp_arguments(model, {} if former is None else former.to_kwargs()),
