@@ -25,7 +25,6 @@ from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import (
     clear_gradient_home,
     evicted_gradient,
-    evicted_shard_gradient,
     fill_gradient,
     gradient_of_local,
     raw_gradient,
@@ -309,8 +308,8 @@ class EvictedGradients:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
             handed = gradient.somebody_has_it()
             if handed is None:
-                make = evicted_shard_gradient if is_sharded(parameter) else evicted_gradient
-                handed = make(parameter, None if self._closed else self, gradient.stride)
+                home = None if self._closed else self
+                handed = evicted_gradient(parameter, home, gradient.stride, of_shard=is_sharded(parameter))
                 gradient.handed = weakref.ref(handed)
             return shown(handed)
 

@@ -29,7 +29,6 @@ __all__ = [
     "can_have_gradient_home",
     "clear_gradient_home",
     "evicted_gradient",
-    "evicted_shard_gradient",
     "fill_gradient",
     "gradient_attached",
     "gradient_of_local",
@@ -249,25 +248,19 @@ def set_zero(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def evicted_gradient(
-    parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]
+    parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...], *, of_shard: bool = False
 ) -> EvictedGradient:
-    """Make what stands for the gradient of `parameter` that `home` has, or nobody, until its values are used."""
+    """Make what stands for the gradient of `parameter` that `home` has, or nobody, until its values are used.
+
+    With `of_shard` it is the local tensor of a DTensor's gradient, and `shown` is what the user sees.
+    """
+    if of_shard:
+        answer_within_classes()  # The operators of DTensors.
+    like = local_of(parameter) if of_shard else parameter
     with torch._C.DisableTorchFunctionSubclass():
-        values_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
-        gradient = hollow_of(EvictedGradient, parameter, values_stride)
+        values_stride = stride or tuple(torch.empty(like.shape, device="meta").stride())
+        gradient = hollow_of(EvictedGradient, like, values_stride)
         gradient.parameter, gradient.home, gradient.values_stride = parameter, home, values_stride
-        gradient.around = None
-    return gradient
-
-
-def evicted_shard_gradient(
-    parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]
-) -> EvictedGradient:
-    """As `evicted_gradient`, for the local tensor of a DTensor's gradient. `shown` is what the user sees."""
-    answer_within_classes()  # The operators of DTensors.
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient = hollow_of(EvictedGradient, local_of(parameter), stride)
-        gradient.parameter, gradient.home, gradient.values_stride = parameter, home, stride
         gradient.around = None
     return gradient
 
