@@ -274,8 +274,8 @@ class OnDrive(DynamicLayer):
             count = self._tokens.count
             kept = range(count)[part]
             first = kept.start if kept else count
-            self._tokens.drop_first(first)
-            self._tokens.drop_last(count - first - len(kept))
+            self._tokens.drop(first, last=False)
+            self._tokens.drop(count - first - len(kept), last=True)
             self._lead += first
             self._trail += count - first - len(kept)
 
@@ -319,7 +319,7 @@ class OffloadedSlidingLayer(OnDrive, DynamicSlidingWindowLayer):
         total = self._tokens.count + new
         self.cumulative_length += new
         kept = total if self.record_past else len(range(total)[-self.sliding_window + 1 :])
-        self._tokens.drop_first(total - kept)
+        self._tokens.drop(total - kept, last=False)
         self._tokens.append([each[:, :, max(new - kept, 0) :] for each in tokens])
         self._lead, self._trail = total - kept, 0
         if not self.record_past:

@@ -123,30 +123,21 @@ class LayerTokens:
                 part[:, :, : len(record)].copy_(tokens)
             record.rows, record.start, record.stop = None, 0, len(record)
 
-    def drop_last(self, count: int) -> None:
-        """Drop the last `count` tokens, or all, if those are fewer."""
+    def drop(self, count: int, *, last: bool) -> None:
+        """Drop the first `count` tokens, or the `last` ones; all, if those are fewer."""
+        position = -1 if last else 0
         while count > 0 and self._own:
-            record = self._own[-1]
+            record = self._own[position]
             dropped = min(count, len(record))
-            record.stop -= dropped
+            if last:
+                record.stop -= dropped
+            else:
+                record.start += dropped
             self.count -= dropped
             count -= dropped
-            self._forget_empty(-1)
-
-    def drop_first(self, count: int) -> None:
-        """Drop the first `count` tokens, or all, if those are fewer."""
-        while count > 0 and self._own:
-            record = self._own[0]
-            dropped = min(count, len(record))
-            record.start += dropped
-            self.count -= dropped
-            count -= dropped
-            self._forget_empty(0)
-
-    def _forget_empty(self, position: int) -> None:
-        if not len(record := self._own[position]):
-            self._all.forget(record.key)
-            del self._own[position]
+            if not len(record):
+                self._all.forget(record.key)
+                del self._own[position]
 
     def select(self, rows: torch.Tensor) -> None:
         """Let the batch have the rows `rows` of what it has now. See [Note: rows].

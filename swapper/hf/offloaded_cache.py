@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -155,9 +155,7 @@ class OffloadedCache(DynamicCache):
     def __enter__(self) -> OffloadedCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> OffloadedCache:

@@ -19,31 +19,19 @@ import contextlib
 import gc
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swapper.parameter.records import ParameterLocation
+if TYPE_CHECKING:
+    from swapper.parameter.owner import ParameterOwner
 
 __all__ = ["drop_unused_owners", "forget_failed_backward", "keep_while_used"]
 
-_kept: list[_Owner] = []
+_kept: list[ParameterOwner] = []
 
 
-class _Owner(Protocol):
-    """The part of an owner that is used here."""
-
-    @property
-    def locations(self) -> Iterable[ParameterLocation]:
-        """Of its parameters."""
-
-    @property
-    def tables(self) -> Sequence[Container[torch.Tensor]]:
-        """The tables with one reference to each of their parameters. The first has those whose values the owner has."""
-
-
-def keep_while_used(owner: _Owner) -> None:
+def keep_while_used(owner: ParameterOwner) -> None:
     """Called by the `__del__` of `owner`: keep it if others have one of its parameters."""
     if not _is_used(owner):
         return
@@ -75,7 +63,7 @@ def _look_again(phase: str, info: dict[str, Any]) -> None:
         drop_unused_owners()
 
 
-def _is_used(owner: _Owner) -> bool:
+def _is_used(owner: ParameterOwner) -> bool:
     locations = list(owner.locations)  # A parameter that was converted has several, of which the last counts.
     times = Counter(id(tensor) for location in locations for tensor in location.tensors)
     home, *others = owner.tables

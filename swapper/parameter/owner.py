@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,15 +70,13 @@ class ParameterUse:
         self.on_host = on_host
 
 
+@dataclass(eq=False, slots=True)
 class _Running:
     """A forward that is running."""
 
-    __slots__ = ("hooks", "module", "use")
-
-    def __init__(self, module: torch.nn.Module, use: ParameterUse) -> None:
-        self.module = module
-        self.use = use
-        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+    module: torch.nn.Module
+    use: ParameterUse
+    hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
 
 class ParameterOwner(ParameterCache):
@@ -172,7 +171,10 @@ class ParameterOwner(ParameterCache):
 
     @property
     def tables(self) -> list[dict[torch.Tensor, Any]]:
-        """The dictionaries by parameter. Only they and locations refer to those; the first has all that are ours."""
+        """The dictionaries by parameter, with one reference to each. Only they and locations refer to those.
+
+        The first has the parameters whose values this has.
+        """
         return [self._home, self._awaiting, self._former]
 
     def _restore_values(self, held: Held) -> None:
