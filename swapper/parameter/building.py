@@ -225,9 +225,9 @@ class ModelBuilder(ParameterOwner):
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
-        if home_of(parameter) is not None or parameter.device != self._device or not _can_move(parameter):
+        if home_of(parameter) is not None or parameter.device != self._device or parameter.nbytes < SMALL_BYTES:
             return
-        if parameter.nbytes < SMALL_BYTES:
+        if not is_ordinary(parameter) or why_not(parameter):  # One of a class of others may still be made another.
             return
         # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
         owner, former, _ = BY_ADDRESS.get((parameter.device, parameter.data_ptr()), (None, None, 0))
@@ -279,17 +279,11 @@ class ModelBuilder(ParameterOwner):
             try:
                 self._adopt(held)
             except BaseException:
-                self._give_up(held)
+                if parameter not in self._home:  # It still has its values; else all was done.
+                    held.gone = True
+                    self._forget_record(held)
                 raise
             self._freed.add(parameter.nbytes)
-
-    def _give_up(self, held: Held) -> None:
-        """Undo a failed `_adopt`: the parameter still has its values, unless all was done."""
-        parameter = held.plan.locations[0].parameter
-        if parameter in self._home:
-            return
-        held.gone = True
-        self._forget_record(held)
 
     def _finish(self) -> None:
         """The models are complete: put on disk those that wait, and hook the modules."""
@@ -443,11 +437,6 @@ def _scripted(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             yield from part.parameters(recurse=False)
-
-
-def _can_move(parameter: torch.nn.Parameter) -> bool:
-    """False for what cannot be swapped, and for a class of others, which may still be made something else."""
-    return is_ordinary(parameter) and not why_not(parameter)
 
 
 def _is_hollow(tensor: torch.Tensor | None) -> bool:
