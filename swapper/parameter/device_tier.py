@@ -31,7 +31,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class DeviceTier:
     Args:
         owner: brings records into the pool.
         cache: of the pool.
-        records: by number; none is on the device. May grow.
+        records: by number, each a `HeldOnDevice`; none is on the device. May grow.
         order: in which the pool's records are used; with `room.staging`, those that come without the pool.
         on_device: in which those on the device are.
         room: what records may have on the device.
@@ -104,7 +104,7 @@ class DeviceTier:
             self.direct = DirectRecords(device, room.staging, store, owner.metrics, records, order, owner)
         self.caches = [cache] if self.direct is None else [cache, self.direct.cache]
         self._cache = cache
-        self._records = records
+        self._records = cast("Sequence[HeldOnDevice]", records)
         self._pool_order = order
         self._order = on_device
         self._up = DeviceCopies(device)
@@ -280,7 +280,6 @@ class DeviceTier:
         """Start copying up what will be used next, as far as there is room, and it is in the pool."""
         while (number := self._order.missing()) is not None:
             held = self._records[number]
-            assert isinstance(held, HeldOnDevice)
             if held.gone or held.on_device:
                 self._order.hold(number, fixed=held.gone or held.stays)
                 continue
@@ -326,7 +325,6 @@ class DeviceTier:
     def _idle(self, numbers: Iterable[int]) -> Iterator[HeldOnDevice]:
         """Yield those of the records that are on the device, and that nothing uses."""
         for held in map(self._records.__getitem__, numbers):
-            assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
                 yield held
 
@@ -354,7 +352,6 @@ class DeviceTier:
             if self._order.distance(number) <= worth:
                 return False
             held = self._records[number]
-            assert isinstance(held, HeldOnDevice)
             if not held.on_device or held.leaving or held.in_use or held.changed_on_device:
                 continue
             if held.used and not self.uses.checked(held).done():

@@ -40,15 +40,12 @@ log = logging.getLogger(__name__)
 class ParameterSwapper(ParameterOwner):
     """Keeps the parameters of `model` on disk, and brings each record in when it is used, ahead where it can.
 
-    Lives as long as a module of the model, or an optimizer that was offloaded with it; then its files are deleted.
-
     Args:
         model: its parameters are evicted, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
         plan: of its parameters.
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
-        pool, store: give buffers, and keep the records; without a store, of a model on an accelerator, the pool does.
-        release: called once, when this is closed or dies.
+        pool, store, release: as for `ParameterOwner`.
         room: what records may have of an accelerator; at least what one module uses.
 
     Attributes:
