@@ -372,7 +372,7 @@ class ParameterCache:
             )
 
     def saved(self, held: Held, index: int, version: int, given: int) -> torch.Tensor:
-        """The values of a parameter that autograd saved, 1-D; there as long as a view of them is.
+        """The values of a parameter that autograd saved, 1-D: there as long as somebody has the tensor or a view of it.
 
         Raises:
             RuntimeError: the parameter has another version now, as autograd raises it.
@@ -390,13 +390,18 @@ class ParameterCache:
                 f"{location.name} was given other data (`p.data = ...`) between a forward and its backward, which "
                 "needs the former ones; do that after backward, or before forward"
             )
+        return self._values_of(held, index, "backward")
+
+    def _values_of(self, held: Held, slot: int, phase: str) -> torch.Tensor:
+        """Bring a record, and give the values of a parameter as `saved` does."""
         self._check_open()
         hold = object()
         with self._lock:
             try:
                 held.holds.add(hold)
-                self._bring(held, "backward")
-                return held.values[index]
+                self._bring(held, phase)
+                # A tensor that is not ours, while there is a hold: without the lock another thread may evict the rest.
+                return held.values[slot].view(-1)
             finally:
                 held.holds.discard(hold)
 

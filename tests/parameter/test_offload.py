@@ -324,6 +324,23 @@ def test_a_late_write_that_ctrl_c_cuts_off_at_its_beginning_is_late_no_more(nvme
     swapper.of(optimizer).close()
 
 
+def test_values_that_autograd_gets_back_stay_where_they_are_until_it_has_a_view_of_them(nvme_path: Path) -> None:
+    """Another thread may need their memory before."""
+    model, _ = offloaded(make_config(nvme_path))
+    used = swapper_of(model)
+    held = used._all[0]
+    location = held.plan.locations[0]
+    values = used.saved(held, 0, location.parameter._version, location.given)
+    while used._cache.pool.reclaim():
+        pass
+    assert held.opened
+    assert held.viewed()
+    del values
+    while used._cache.pool.reclaim():
+        pass
+    assert not held.opened
+
+
 def test_reading_ahead_stops_at_a_record_of_which_nothing_is_stored(nvme_path: Path) -> None:
     """As after an exception while a model is taken over."""
     model, _ = offloaded(make_config(nvme_path))
