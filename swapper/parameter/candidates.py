@@ -153,13 +153,9 @@ def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
             continue
         kept = name not in module._non_persistent_buffers_set
         for inner in inner_tensors(prefix + name, buffer, module):
-            if home_of(inner.tensor) is not None or length_bytes(inner.tensor) >= BUFFER_BYTES:
+            is_large = inner.tensor.layout is torch.strided and inner.tensor.nbytes >= BUFFER_BYTES
+            if home_of(inner.tensor) is not None or is_large:
                 yield Candidate(inner.name, prefix + name, inner.tensor, inner.aliases, kept, "")
-
-
-def length_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a strided tensor; 0 of others."""
-    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def swapped_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -98,7 +98,9 @@ class Check:
 
     def __init__(self, sums: torch.Tensor, known: torch.Tensor, copies: DeviceCopies) -> None:
         self.sums = sums
-        self._differ = _on_host(torch.ne(sums, known))
+        differ = torch.ne(sums, known)
+        on_host = torch.empty(differ.shape, dtype=differ.dtype, pin_memory=True, device="cpu")
+        self._differ = on_host.copy_(differ, non_blocking=True)
         self._over: Copy | None = copies.reached()
 
     def done(self) -> bool:
@@ -115,12 +117,6 @@ class Check:
             self._over.wait()
             self._over = None
         return [index for index, differs in enumerate(self._differ.tolist()) if differs]
-
-
-def _on_host(flags: torch.Tensor) -> torch.Tensor:
-    """Start copying a few bytes to page-locked memory of torch's own."""
-    there = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True, device="cpu")
-    return there.copy_(flags, non_blocking=True)
 
 
 def _words_at_once(longest_bytes: int) -> int:

@@ -258,8 +258,7 @@ def _unpack(packed: torch.Tensor | _Packed | _PackedWrapper) -> torch.Tensor:
         wrapper: torch.Tensor = packed.cls.__tensor_unflatten__(inside, packed.context, packed.size, packed.stride)
         return wrapper
     values = packed.cache.saved(packed.held, packed.index, packed.version, packed.given)
-    view = values if packed.dtype == values.dtype else values.view(packed.dtype)
-    return view.as_strided(packed.size, packed.stride, packed.storage_offset)
+    return values.view(packed.dtype).as_strided(packed.size, packed.stride, packed.storage_offset)
 
 
 def in_transform() -> bool:

@@ -7,7 +7,7 @@ would live as long as the part. It is called once, on a tensor without memory, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -254,11 +254,7 @@ class EvictedView(StandIn):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run `func`, called by C++ code, with the values in memory."""
         if func in MAKES_ALIASES and isinstance(view := args[0], EvictedView):
