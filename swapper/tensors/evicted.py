@@ -248,7 +248,7 @@ def evict(tensor: torch.Tensor, home: Home) -> None:
         if has_own_class(tensor):
             vars(tensor).setdefault(_CLASS, type(tensor))
         own = vars(tensor).get(_CLASS)
-        evicted = EvictedParameter if own is None else _evicted_class(own)
+        evicted = EvictedParameter if own is None else _class_of_both(EvictedParameter, own)
     else:
         answer_within_classes()
     # Outside of inference mode, else a parameter would be one of that mode, and of no use after it. And whatever class
@@ -265,9 +265,9 @@ _CLASS = "_swapper_class"
 
 
 @functools.cache
-def _evicted_class(own: type[torch.Tensor]) -> type[EvictedParameter]:
-    """The class of an evicted parameter that is of the class `own` in memory, for those who ask of what class it is."""
-    return type(own.__name__, (EvictedParameter, own), {"__module__": own.__module__})
+def _class_of_both(kind: type[torch.Tensor], own: type[torch.Tensor]) -> Any:
+    """The class of a parameter that is of `kind` now and of the class `own` in memory, which others ask for."""
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
 class _Attached(torch.Tensor):
@@ -294,12 +294,6 @@ class _Attached(torch.Tensor):
 _KEPT_VIEWS = (torch.Tensor.view, torch.Tensor.t)
 
 
-@functools.cache
-def _attached_class(own: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class of an attached parameter that is of the class `own` in memory."""
-    return type(own.__name__, (_Attached, own), {"__module__": own.__module__})
-
-
 def restore(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Let `values`, of its shape and dtype, be the values of `tensor`, without a copy."""
     ordinary = class_in_memory(tensor)
@@ -307,7 +301,7 @@ def restore(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.__class__ = ordinary
     tensor.data = values
     if (own := vars(tensor).get(_CLASS)) is not None:
-        tensor.__class__ = _attached_class(own) if HOME in vars(tensor) else own
+        tensor.__class__ = _class_of_both(_Attached, own) if HOME in vars(tensor) else own
     elif (mark := vars(tensor).get(UNFILLED)) is not None:
         tensor.__class__ = mark.parameter_class
 
