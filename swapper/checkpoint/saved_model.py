@@ -505,7 +505,7 @@ def _of_this_rank(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, _T]]) -
 def _local_values(value: Any, checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """The part of a tensor of the model that `value` is of it, in memory of its own; a DTensor if that is one."""
     local = torch.empty_like(local_of(value), requires_grad=False)
-    found = sharded_like(local, value) if is_sharded(value) else local
+    found = sharded_like(local, value)
     _fill_box(found, checkpoint, name)
     return found
 

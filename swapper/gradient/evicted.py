@@ -26,13 +26,12 @@ from swapper.tensors.evicted_gradients import (
     clear_gradient_home,
     evicted_gradient,
     fill_gradient,
-    gradient_of_local,
     raw_gradient,
     set_raw_gradient,
     shown,
 )
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
-from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of
+from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of, sharded_like
 
 __all__ = ["EvictedGradients"]
 
@@ -287,7 +286,7 @@ class EvictedGradients:
             return norm_of(in_memory, norm_type, foreach)
         if gradient.norm is not None and gradient.norm.is_as_asked(norm_type, foreach):
             return gradient.norm.value
-        return norm_of(gradient_of_local(p, self._whole(gradient)), norm_type, foreach)
+        return norm_of(sharded_like(self._whole(gradient), p), norm_type, foreach)
 
     # --- `GradientHome` --------------------------------------------------------------------------------------------
 
@@ -332,7 +331,7 @@ class EvictedGradients:
             if (handed := gradient.somebody_has_it()) is not None:
                 values = fill_gradient(handed, values)
             else:
-                values = gradient_of_local(parameter, values)
+                values = sharded_like(values, parameter)
             gradient.begin_to_change()
             set_raw_gradient(parameter, values)
             self._forget(gradient)

@@ -64,14 +64,13 @@ from swapper.tensors.end_of_backward import call_at_the_end, is_distributed, is_
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
-    gradient_of_local,
     raw_gradient,
     set_gradient_home,
     set_raw_gradient,
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.reduced import adds_in_place, has_memory_alone, is_of_fsdp
-from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of
+from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of, sharded_like
 
 __all__ = ["GradientSwapper", "Window"]
 
@@ -416,7 +415,7 @@ class GradientSwapper(EvictedGradients):
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    value = self._copies.norm(gradient_of_local(p, to_norm), norm_type, value)
+                    value = self._copies.norm(sharded_like(to_norm, p), norm_type, value)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
                     self._copies.wait_later(copy, fresh)

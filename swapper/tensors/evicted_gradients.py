@@ -31,7 +31,6 @@ __all__ = [
     "evicted_gradient",
     "fill_gradient",
     "gradient_attached",
-    "gradient_of_local",
     "has_evicted_gradient",
     "note_kept_gradient",
     "raw_gradient",
@@ -356,16 +355,11 @@ def bring_back_gradients(parameters: Iterable[torch.nn.Parameter], but: Iterable
             stand_in.bring_back()
 
 
-def gradient_of_local(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """The gradient of `parameter` whose local tensor is `local`: a DTensor, or `local` itself."""
-    return sharded_like(local, parameter) if is_sharded(parameter) else local
-
-
 @contextmanager
 def gradient_attached(parameter: torch.nn.Parameter, local: torch.Tensor) -> Iterator[None]:
-    """Within it the parameter's gradient is `gradient_of_local`, as if it had never been evicted."""
+    """Within it the parameter's gradient is the one whose local tensor is `local`, as if it had never been evicted."""
     home = parameter.__dict__[_ATTACHED] = parameter.__dict__.pop(_HOME)
-    set_raw_gradient(parameter, gradient_of_local(parameter, local))
+    set_raw_gradient(parameter, sharded_like(local, parameter))
     if subclassed := type(parameter) is GradientEvictedParameter:  # With which torch would not choose foreach.
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
     try:

@@ -132,9 +132,9 @@ def sharded_as(tensor: Any, parameter: torch.Tensor) -> Any:
 def sharded_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A DTensor of the shape, mesh and placements of `parameter`, of which `local` is the part of this rank.
 
-    Nothing is copied, and `local` stays on the device that it is on.
+    Nothing is copied, and `local` stays on its device. Of a `parameter` that is no DTensor it is `local` itself.
     """
-    return Sharding.of(parameter).around(local)
+    return Sharding.of(parameter).around(local) if is_sharded(parameter) else local
 
 
 @dataclass(frozen=True)
