@@ -31,8 +31,7 @@ def check_memory(tensors: Mapping[str, torch.Tensor], stepped: Iterable[torch.Te
             that a saved tensor was changed, as two views of one tensor do.
     """
     wanted = {id(p) for p in stepped if p.requires_grad}
-    spans = {name: span for name, tensor in tensors.items() if (span := _span(tensor)) is not None}
-    for before, name in _overlaps(spans):
+    for before, name in overlapping(tensors):
         if not wanted.isdisjoint((id(tensors[name]), id(tensors[before]))):
             raise ConfigError(
                 f"{CANNOT_GO_WITH} tensors in the same memory: a step of {before} in backward would change {name}, or "
@@ -40,8 +39,9 @@ def check_memory(tensors: Mapping[str, torch.Tensor], stepped: Iterable[torch.Te
                 "memory of its own, or use step_in_backward: false"
             )
     by_storage: dict[int, list[str]] = {}
-    for name in spans:
-        by_storage.setdefault(tensors[name].untyped_storage()._cdata, []).append(name)
+    for name, tensor in tensors.items():
+        if _span(tensor) is not None:
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
     for names in by_storage.values():
         for name in names if len(names) > 1 else ():
             if id(tensors[name]) in wanted and (other := _counted_with(name, names, tensors)):
@@ -75,8 +75,7 @@ def refuse_foreach_on_one_memory(
         return bool(asked) or by_default
 
     together = (p for group in optimizer.param_groups for p in group["params"] if is_at_once(group, p))
-    spans = {p: span for p in together if (stepped is None or stepped(p)) and (span := _span(p)) is not None}
-    for before, after in _overlaps(spans):
+    for before, after in overlapping({p: p for p in together if stepped is None or stepped(p)}):
         names = {p: name for name, p in names_of(optimizer).items()}
         also = "" if after.device.type == "cpu" else ", as None is on an accelerator"
         raise ConfigError(
@@ -84,10 +83,6 @@ def refuse_foreach_on_one_memory(
             "cannot step them at once; let them be one parameter object, give each memory of its own, or use "
             "foreach=False"
         )
-
-
-_Span = tuple[torch.device, int, int]
-"""Device and addresses of the memory between the first and the last element."""
 
 
 _Key = TypeVar("_Key")
@@ -98,11 +93,7 @@ def overlapping(tensors: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _K
 
     The memory of a tensor reaches from its first to its last element.
     """
-    return _overlaps({key: span for key, tensor in tensors.items() if (span := _span(tensor)) is not None})
-
-
-def _overlaps(spans: Mapping[_Key, _Span]) -> Iterator[tuple[_Key, _Key]]:
-    """Keys of tensors whose memory overlaps that of one before them, which comes first."""
+    spans = {key: span for key, tensor in tensors.items() if (span := _span(tensor)) is not None}
     furthest: dict[torch.device, tuple[_Key, int]] = {}  # what was seen to reach the furthest
     for key, (device, start, stop) in sorted(spans.items(), key=lambda item: item[1][1]):
         before, reaches = furthest.get(device, (key, 0))
@@ -111,8 +102,8 @@ def _overlaps(spans: Mapping[_Key, _Span]) -> Iterator[tuple[_Key, _Key]]:
         furthest[device] = max((before, reaches), (key, stop), key=lambda item: item[1])
 
 
-def _span(tensor: torch.Tensor) -> _Span | None:
-    """The memory of a tensor; None if it has none."""
+def _span(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
+    """Device and addresses of the memory between the first and the last element; None of a tensor without memory."""
     if home_of(tensor) is not None or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     if tensor.device.type == "meta" or not tensor.numel():
