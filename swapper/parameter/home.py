@@ -1,25 +1,26 @@
-"""`ParameterHome`: what an evicted parameter knows of the record that has its values."""
+"""`ParameterHome`: what an evicted parameter knows of the record that has its values; and the copies that it gives."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
-from swapper.parameter.mapped_copies import MappedCopies
+from swapper.parameter.records import ParameterLocation
 from swapper.sizes import SMALL_BYTES
+from swapper.storage.record_store import RecordStore
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "parts_of"]
+__all__ = ["MappedCopies", "ParameterHome", "copy_in_memory", "follow_shape", "parts_of"]
 
 
 class ParameterHome:
@@ -103,6 +104,54 @@ def copy_in_memory(
             twin = torch.nn.Parameter(twin, parameter.requires_grad)
     memo[id(parameter)] = twin
     return twin
+
+
+class MappedCopies:
+    """The copies of parameters that somebody has now, in mapped files: they have an address, and cost disk.
+
+    There is one of each parameter. The files have no names, and go with the last tensor.
+
+    Args:
+        store: gives the files.
+    """
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
+        self._copies: dict[ParameterLocation, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, location: ParameterLocation, checksum: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Give the copy of one parameter, made or brought up to date.
+
+        Args:
+            location: of the parameter.
+            checksum: of its values now.
+            fill: copies them into a tensor of its shape and strides.
+
+        Raises:
+            NvmePathError: there is no space for it.
+        """
+        reference, filled = self._copies.get(location, (None, 0))
+        copy = None if reference is None else reference()
+        if copy is None:
+            copy = self._map(location.dtype, location.numel).as_strided(location.shape, location.stride)
+        elif filled == checksum:
+            return copy
+        fill(copy)
+        self._copies[location] = (weakref.ref(copy), checksum)
+        return copy
+
+    def empty_like(self, values: torch.Tensor) -> torch.Tensor:
+        """As `torch.empty_like`, in a file of its own.
+
+        Raises:
+            NvmePathError: there is no space for it.
+        """
+        like = torch.empty_like(values, device="meta")
+        return self._map(values.dtype, values.numel()).as_strided(like.shape, like.stride())
+
+    def _map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        with self._store.scratch_file(numel * dtype.itemsize) as file:
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
 
 
 def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:

@@ -30,9 +30,8 @@ from swapper.parameter.candidates import modules_with_tensors, used_by
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Copies, Forward, ForwardHooks
 from swapper.parameter.fsdp import SwappedGroups
-from swapper.parameter.home import ParameterHome, follow_shape, parts_of
+from swapper.parameter.home import MappedCopies, ParameterHome, follow_shape, parts_of
 from swapper.parameter.kept_owners import keep_while_used
-from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import DeviceRoom, ParameterLocation
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.process.finalizers import finalizer
