@@ -258,9 +258,7 @@ class ModelBuilder(ParameterOwner):
         with self._lock:
             number = len(self._all)
             make = Held if self._tier is None else HeldOnDevice
-            held = make(
-                plan_record_of(number, [Candidate(name, name, parameter)]), RecordKey(self._owner, "param", number)
-            )
+            held = make(plan_record_of(number, [Candidate(name, parameter)]), RecordKey(self._owner, "param", number))
             needed_bytes = 2 * held.plan.length_bytes
             if self._store is not None and needed_bytes > self._budget_bytes:
                 raise ConfigError(

@@ -76,7 +76,6 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: in the flat state dict of the model.
-        of: name of the parameter or buffer that it is, or is inside of.
         tensor: with memory, or evicted.
         aliases: other tensors that are to have the same values, in the same memory.
         kept: it is in the state dict: False for buffers that are not persistent.
@@ -85,7 +84,6 @@ class Candidate(NamedTuple):
     """
 
     name: str
-    of: str
     tensor: torch.Tensor
     aliases: tuple[torch.Tensor, ...] = ()
     kept: bool = True
@@ -147,7 +145,7 @@ def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
                 short = inner.tensor is not parameter and inner.tensor.nbytes < SHORT_BYTES
                 reason = _SHORT if short and not is_wrapper(parameter) else ""
                 reason = _CAST if casts and name == "bias" else reason
-                yield Candidate(inner.name, prefix + name, local_of(inner.tensor), inner.aliases, True, reason)
+                yield Candidate(inner.name, local_of(inner.tensor), inner.aliases, True, reason)
     for name, buffer in module._buffers.items():
         if buffer is None or is_sharded(buffer) or torch.nn.parameter.is_lazy(buffer):
             continue
@@ -155,7 +153,7 @@ def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
         for inner in inner_tensors(prefix + name, buffer, module):
             is_large = inner.tensor.layout is torch.strided and inner.tensor.nbytes >= BUFFER_BYTES
             if home_of(inner.tensor) is not None or is_large:
-                yield Candidate(inner.name, prefix + name, inner.tensor, inner.aliases, kept, "")
+                yield Candidate(inner.name, inner.tensor, inner.aliases, kept)
 
 
 def swapped_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

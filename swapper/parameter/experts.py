@@ -185,9 +185,7 @@ def plan_parts(
             records.append(ParameterRecord(number, (location,), layout, file_bytes, length_bytes, spans))
             number += 1
         planned.append(
-            FusedParameter(
-                weakref.ref(module), name, p, rows, records, lay_out(first_number + i, [Candidate(name, name, p)])
-            )
+            FusedParameter(weakref.ref(module), name, p, rows, records, lay_out(first_number + i, [Candidate(name, p)]))
         )
     longest: dict[int, int] = {}
     for record in (record for each in planned for record in each.records):
@@ -302,7 +300,7 @@ def find_called(
             for name, p in expert.named_parameters(prefix=f"{prefix}.{key}".lstrip(".")):
                 moves = p in extents and owners[p] == 1 and p.nbytes >= least_bytes and p not in seen
                 if moves and is_ordinary(p) and not why_not(p, device):
-                    group.append(Candidate(name, name, p))
+                    group.append(Candidate(name, p))
                     seen.add(p)
             if group:
                 found.append((expert, group))
