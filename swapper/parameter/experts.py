@@ -108,7 +108,6 @@ class FusedParameter:
     """
 
     module: weakref.ref[torch.nn.Module]
-    name: str
     parameter: torch.nn.Parameter
     rows: int
     records: list[ParameterRecord]
@@ -184,9 +183,8 @@ def plan_parts(
             layout = RecordLayout((Entry(title, NAMES[p.dtype], tuple(shape)),), (at,), 0, file_bytes, file_bytes)
             records.append(ParameterRecord(number, (location,), layout, file_bytes, length_bytes, spans))
             number += 1
-        planned.append(
-            FusedParameter(weakref.ref(module), name, p, rows, records, lay_out(first_number + i, [Candidate(name, p)]))
-        )
+        whole = lay_out(first_number + i, [Candidate(name, p)])
+        planned.append(FusedParameter(weakref.ref(module), p, rows, records, whole))
     longest: dict[int, int] = {}
     for record in (record for each in planned for record in each.records):
         part_bytes = record.locations[0].length_bytes
