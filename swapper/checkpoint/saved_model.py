@@ -31,7 +31,7 @@ from swapper.storage.agreement import rank_count, rank_of_process
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor
 from swapper.tensors.evicted_gradients import GradientEvictedParameter
-from swapper.tensors.evicted_views import EvictedView, Source, as_in_state_dict
+from swapper.tensors.evicted_views import EvictedView, as_in_state_dict
 from swapper.tensors.homes import gathered
 from swapper.tensors.inner import has_own_class, inner_tensors, is_wrapper, made_of
 from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, sharded_like
@@ -359,9 +359,9 @@ def stored_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     saved = checkpoint.index.model
     views: dict[str, Any] = {
         name: EvictedView(
-            _Joined(checkpoint, name)
+            _joined(checkpoint, name)
             if name in saved.sharded
-            else _Checked(checkpoint, checkpoint.model_tensor(name), saved.tensors[name])
+            else _checked(checkpoint, checkpoint.model_tensor(name), saved.tensors[name])
         )
         for name in saved.wholes()
     }
@@ -441,7 +441,7 @@ def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, A
             continue
         piece = own.get(source, source)
         there = checkpoint.model_tensor(piece)
-        values = _Checked(checkpoint, there, saved.tensors[piece])
+        values = _checked(checkpoint, there, saved.tensors[piece])
         if id(value) in inside:  # The modules do not know it by this name.
             if id(value) not in filled:
                 _fill(value, there, saved.tensors[piece], checkpoint)
@@ -533,50 +533,30 @@ def _fill_box(value: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
             part.copy_(read(row * row_numel, row * row_numel + part.numel()).view(part.shape))
 
 
-class _Joined(Source):
+def _joined(checkpoint: Checkpoint, name: str) -> FromFile:
     """The values of a tensor that is in parts, which are compared with the checksums of their files."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._stream = model_stream(checkpoint, name)
-        self.shape, self.dtype = torch.Size(self._stream.shape), self._stream.dtype
-        self.stride = self._stream.stride
-        self._checkpoint = checkpoint
-
-    def real(self) -> torch.Tensor:
-        """Read it, anew each time, until somebody has written to it."""
-        if self.own is not None:
-            return self.own
-        try:
-            return self._stream.read(0, self._stream.numel).view(self.shape)
-        except SwapError as error:
-            self._checkpoint.reader.failure = self._checkpoint.reader.failure or error
-            raise
+    stream = model_stream(checkpoint, name)
+    shape = torch.Size(stream.shape)
+    return FromFile(checkpoint.reader, shape, stream.dtype, lambda: stream.read(0, stream.numel).view(shape))
 
 
-class _Checked(FromFile):
+def _checked(checkpoint: Checkpoint, stored: StoredTensor, saved: SavedTensor) -> FromFile:
     """The values of a tensor in a checkpoint, which are compared with their checksum."""
 
-    def __init__(self, checkpoint: Checkpoint, stored: StoredTensor, saved: SavedTensor) -> None:
-        super().__init__(checkpoint.reader, stored)
-        self._checkpoint, self._saved, self._name = checkpoint, saved, stored.name
-
-    def real(self) -> torch.Tensor:
-        """Read it, anew each time."""
-        checkpoint = self._checkpoint
-        if self.own is not None:
-            return self.own
+    def read() -> torch.Tensor:
         try:
-            values = super().real()
-            checkpoint.check(self._saved.file, checksum(values), self._saved.crc32c, self._name)
+            values = checkpoint.reader.read(stored)
+            checkpoint.check(saved.file, checksum(values), saved.crc32c, stored.name)
         except SwapError as error:
             if checkpoint.reader.closed:
                 raise SwapError(
-                    f"tensor {self._name!r} of {checkpoint.directory} is read when it is used, and the checkpoint is "
+                    f"tensor {stored.name!r} of {checkpoint.directory} is read when it is used, and the checkpoint is "
                     "not the one any more that it was: clone what is to be kept while it is loaded"
                 ) from error
-            checkpoint.reader.failure = checkpoint.reader.failure or error
             raise
         return values
+
+    return FromFile(checkpoint.reader, stored.shape, stored.dtype, read)
 
 
 @torch.no_grad()

@@ -280,14 +280,28 @@ class TensorReader:
 
 
 class FromFile(Source):
-    """The values of a tensor in a file, read anew each time, until somebody has written to them."""
+    """The values of a tensor in a file, read anew each time, until somebody has written to them.
 
-    def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
-        self.shape, self.dtype = stored.shape, stored.dtype
-        self.stride = contiguous_stride(stored.shape)
+    Args:
+        reader: takes note of the first error.
+        shape, dtype: of the tensor.
+        read: gives it, contiguous and in memory of its own.
+    """
+
+    def __init__(
+        self, reader: TensorReader, shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.stride = contiguous_stride(shape)
         self._reader = reader
-        self._stored = stored
+        self._read = read
 
     def real(self) -> torch.Tensor:
         """The tensor, in memory of its own."""
-        return self._reader.read(self._stored) if self.own is None else self.own
+        if self.own is not None:
+            return self.own
+        try:
+            return self._read()
+        except SwapError as error:
+            self._reader.failure = self._reader.failure or error
+            raise

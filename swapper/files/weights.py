@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from swapper.files.unread import evaluate
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
 from swapper.tensors.evicted_views import EvictedView
-from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.unfilled import is_unfilled
 
 __all__ = ["PACKED_INDEX", "find_by_index", "find_weights", "load_weights", "newest_snapshot"]
@@ -152,7 +152,12 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     _refuse_complex(model, tensors)
     total_bytes = sum(tensor.length_bytes for tensor in tensors)
     with progress_bar("loading weights", total_bytes) as done, closing(TensorReader(AsyncIOHandle(), done)) as reader:
-        state = {tensor.name: EvictedView(_from_file(reader, tensor)) for tensor in tensors}
+        state = {
+            tensor.name: EvictedView(
+                FromFile(reader, tensor.shape, tensor.dtype, partial(evaluate, recipe_of(tensor), reader.read))
+            )
+            for tensor in tensors
+        }
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
@@ -181,30 +186,6 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             "or pass strict=False to load what fits"
         )
     return _IncompatibleKeys(missing, unexpected)
-
-
-class _FromPacked(FromFile):
-    """The values of a packed tensor, read and unpacked anew each time, until somebody has written to them."""
-
-    def __init__(self, reader: TensorReader, packed: PackedTensor) -> None:
-        super().__init__(reader, packed.parts[0])
-        self.shape, self.dtype = packed.shape, packed.dtype
-        self.stride = contiguous_stride(packed.shape)
-        self._recipe = recipe_of(packed)
-
-    def real(self) -> torch.Tensor:
-        """The tensor, in memory of its own."""
-        if self.own is not None:
-            return self.own
-        try:
-            return evaluate(self._recipe, self._reader.read)
-        except SwapError as error:
-            self._reader.failure = self._reader.failure or error
-            raise
-
-
-def _from_file(reader: TensorReader, tensor: StoredTensor | PackedTensor) -> FromFile:
-    return FromFile(reader, tensor) if isinstance(tensor, StoredTensor) else _FromPacked(reader, tensor)
 
 
 def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor | PackedTensor]) -> None:
