@@ -24,9 +24,16 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.additions import state_dict_of
 from swapper.checkpoint.boxed_state import BoxedState
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, set_aside
+from swapper.checkpoint.directories import (
+    check_replaceable,
+    remove_checkpoint,
+    remove_leftovers,
+    remove_replaced,
+    set_aside,
+    set_aside_old,
+    siblings,
+)
 from swapper.checkpoint.index import Index, glance, made_by
-from swapper.checkpoint.pruning import After, siblings
 from swapper.checkpoint.ranks import joined, new_checkpoint, publish, remove_together, save_part
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
@@ -177,12 +184,17 @@ def save(
         new = NewCheckpoint(directory, over_files=over_files, annex=annex)
         undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
-        keep_last = _keep_last(optimizers) if prune else None
-        after = After(new.directory, index.run, keep_last, _adopter(model, optimizers))
+        keep_last, adopt = _keep_last(optimizers) if prune else None, _adopter(model, optimizers)
+
+        def finish() -> None:
+            replaced = new.finish(index, refuse_unloadable)
+            for path in set_aside_old(new.directory, index.run, keep_last, replaced):
+                remove_replaced(path, adopt)
+
         # In a handler of the program's end nobody waits for a thread any more.
         if new.has_copies_to_make and threading.main_thread().is_alive():
-            return _finish_in_background(new, index, after, undo)
-        after.tidy(new.finish(index, refuse_unloadable))
+            return _finish_in_background(new.directory, finish, undo)
+        finish()
         return SaveHandle(str(new.directory), None)
 
 
@@ -199,35 +211,36 @@ def _save_together(
     adopt = _adopter(model, optimizers)
     with new_checkpoint(directory, over_files, annex) as new:
         saved = save_part(model, optimizers, extra, new)
-        after = None
+        index = None
         with agreed():
             if saved:
                 training = _next_of(model, new.directory)
                 _say_what_is_not_saved(optimizers, names_of_parameters(model))
                 index = Index(**made_by() | joined(saved), run=training.run, sequence=training.sequence)
-                after = After(new.directory, index.run, _keep_last(optimizers) if prune else None, adopt)
                 if not index.model.sharded:  # Tools of others can read them: all tensors are whole.
                     write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
                 new.seal(index, refuse_unloadable)
         replaced = publish(new, refuse_unloadable)
-        remove_together([] if after is None else after.set_aside(replaced), adopt)
+        keep_last = _keep_last(optimizers) if prune else None
+        aside = [] if index is None else set_aside_old(new.directory, index.run, keep_last, replaced)
+        remove_together(aside, adopt)
     return SaveHandle(str(new.directory), None)
 
 
-def _finish_in_background(new: NewCheckpoint, index: Index, after: After, undo: contextlib.ExitStack) -> SaveHandle:
-    """Hand `new`, which `undo` discards, to a thread that writes the rest of it."""
+def _finish_in_background(directory: Path, finish: Callable[[], None], undo: contextlib.ExitStack) -> SaveHandle:
+    """Hand a new checkpoint, which `undo` discards, to a thread that writes the rest of it by `finish`."""
     global _background
     over = threading.Event()
 
-    def finish() -> None:
+    def write() -> None:
         try:
-            after.tidy(new.finish(index, refuse_unloadable))
+            finish()
         finally:
             over.set()
 
     # The thread has it as soon as it runs: this must not discard it then, and the next save must wait.
     with interrupts_deferred():
-        handle = SaveHandle(str(after.directory), finish)
+        handle = SaveHandle(str(directory), write)
         _background = over
         undo.pop_all()
     return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -10,11 +11,14 @@ from pathlib import Path
 
 from swapper.checkpoint.annexes import OldAnnex, annexes_of, remove_annexes, report_left
 from swapper.checkpoint.index import INDEX, glance, look_at
-from swapper.errors import SwapError, system_errors
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.io.handle import keep_open
 from swapper.storage.atomic import remove_tree, sweep_directories, temporary_path
 
-__all__ = ["check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced", "set_aside"]
+__all__ = [
+    *("check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced", "set_aside", "set_aside_old"),
+    "siblings",
+]
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,43 @@ def set_aside(directory: Path) -> Path | None:
         log.warning("could not remove the checkpoint %s: %s", directory, str(error))
         return None
     return path
+
+
+def siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
+    """The checkpoints of a training beside `directory`, itself among them, in the order in which they were made."""
+    found = []
+    try:
+        beside = list(directory.parent.iterdir())
+    except OSError as error:
+        raise SwapIOError(error.errno or errno.EIO, "list", directory.parent) from error
+    for path in beside:
+        whose = None if path.name.startswith(".") else glance(path, len(beside))
+        if whose is not None and whose.run == run:
+            found.append((whose.sequence, path))
+    return sorted(found)
+
+
+def set_aside_old(directory: Path, run: str, keep_last: int | None, replaced: Path | None) -> list[Path]:
+    """Give the checkpoints beyond `keep_last` temporary names. Never raises for what cannot be.
+
+    Returns:
+        What is to be removed, the checkpoint that was replaced too.
+    """
+    found = [] if replaced is None else [replaced]
+    try:
+        too_many = siblings(directory, run)[:-keep_last] if keep_last else []
+    except SwapIOError as error:
+        log.warning("old checkpoints are left alone: %s", str(error))
+        return found
+    for _, path in too_many:
+        try:
+            check_replaceable(path)
+        except SwapError as error:
+            log.warning("an old checkpoint is left alone: %s", str(error))
+            continue
+        if (aside := set_aside(path)) is not None:
+            found.append(aside)
+    return found
 
 
 def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, annexes_too: bool = True) -> None:
