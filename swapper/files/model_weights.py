@@ -1,8 +1,15 @@
-"""The tensors of safetensors files for the parameters and buffers of a model, found by their names."""
+"""The tensors of safetensors files for the parameters and buffers of a model, found by their names.
+
+[Note: experts] A model may have fused its experts, one parameter for all of a layer, and a file has them one by one.
+The names are those of checkpoints and models on Hugging Face's hub: transformers 5 fuses them when it loads (see its
+`conversion_mapping.py`). Only those are here in which the fused parameter is, in memory, the tensors of the files one
+after another: of each expert its gate and its projection up, then those of the next expert.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,7 +18,6 @@ from pathlib import Path
 import torch
 
 from swapper.errors import ConfigError, SwapError
-from swapper.files.experts import ExpertTensors
 from swapper.files.own_loading import refuse_own_loading
 from swapper.files.packed_tensors import PackedTensor, recipe_of
 from swapper.files.tensor_files import StoredTensor, TensorReader
@@ -82,9 +88,9 @@ def _read(reader: TensorReader, tensor: torch.Tensor, pieces: tuple[StoredTensor
 def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> ModelWeights:
     """Find the tensors of `model`, which may be on the meta device, in the files that `path` names.
 
-    Names, shapes and dtypes must be those of the model's state dict, but for experts, which a file may have one by one:
-    see `experts`. A tensor with several names there needs to be in the files under one of them; if it is there under
-    more the last counts, as in `load_state_dict`.
+    Names, shapes and dtypes must be those of the model's state dict, but for experts, which a file may have one by one
+    ([Note: experts]). A tensor with several names there needs to be in the files under one of them; if it is there
+    under more the last counts, as in `load_state_dict`.
 
     Args:
         model: any whose tensors are ordinary, or made of others in memory, as those of torchao. The files have those
@@ -142,7 +148,7 @@ def _match(
     own.update(id(inner.tensor) for name, buffer in model.named_buffers() for inner in _inside(name, buffer))
     stored: dict[torch.Tensor, tuple[StoredTensor | PackedTensor, ...]] = {}
     missing: list[str] = []
-    experts = ExpertTensors(found)
+    experts = _ExpertTensors(found)
     used: set[str] = set()
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or id(tensor) not in own:
@@ -189,3 +195,52 @@ def _check_fits(tensor: torch.Tensor, found: StoredTensor | PackedTensor, shape:
             f"{found.path}: tensor {found.name} is {tuple(found.shape)} x {found.dtype}, and in the model it is "
             f"{tuple(shape)} x {tensor.dtype}; make the model with the shapes and dtypes of the files"
         )
+
+
+# --- Experts ---------------------------------------------------------------------------------------------------------
+
+_PARTS: Mapping[str, Sequence[Sequence[str]]] = {
+    "gate_up_proj": (("w1", "w3"), ("gate_proj", "up_proj"), ("fc1", "fc3")),
+    "down_proj": (("w2",), ("down_proj",), ("fc2",)),
+    "up_proj": (("up_proj",),),
+}
+"""By name of a fused parameter: the names that an expert's tensors may have, those of one alternative in order."""
+
+_OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), (".mlp.router.", ".block_sparse_moe.gate."))
+"""Parts of names in a model, and what Mixtral's and similar checkpoints have in their place."""
+
+_EXPERT = re.compile(r"(.*experts)\.(\d{1,9})\.(\w+)\.weight")
+
+
+class _ExpertTensors:
+    """Finds the tensors of files that are a parameter of a model, where the file does not have its name.
+
+    Args:
+        found: the tensors of the files, by name.
+    """
+
+    def __init__(self, found: Mapping[str, StoredTensor | PackedTensor]) -> None:
+        self._found = found
+        self._experts: dict[tuple[str, str], dict[int, StoredTensor | PackedTensor]] = {}
+        for name, tensor in found.items():
+            if match := _EXPERT.fullmatch(name):
+                self._experts.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
+
+    def of(self, name: str, tensor: torch.Tensor) -> list[tuple[StoredTensor | PackedTensor, torch.Size]]:
+        """Give the tensors that `tensor`, which the model calls `name`, is made of, in the order of its memory.
+
+        Returns:
+            Each with the shape that it must have; none if they are not there, or not all of them.
+        """
+        if not self._experts:
+            return []
+        for each in (name, *(name.replace(ours, theirs) for ours, theirs in _OTHER_NAMES if ours in name)):
+            if each in self._found:
+                return [(self._found[each], tensor.shape)]
+            module, _, leaf = each.rpartition(".")
+            for parts in _PARTS.get(leaf, ()) if tensor.dim() == 3 else ():
+                tables = [self._experts.get((module, part), {}) for part in parts]
+                if all(set(table) == set(range(tensor.shape[0])) for table in tables):
+                    shape = torch.Size((tensor.shape[1] // len(parts), *tensor.shape[2:]))
+                    return [(table[expert], shape) for expert in range(tensor.shape[0]) for table in tables]
+        return []
