@@ -3,6 +3,10 @@
 [Note: parts] torch decides what an object consists of: the pickle is made with `Pickler` and a `persistent_id` like
 torch's own, and loading is `torch.load` itself, which is given a file object. The bytes between are ours: payloads pass
 through page-locked buffers (`file_buffers`), with their checksums computed on the way.
+
+[Note: one at a time] `torch.save` asks every tensor for its storage first and writes them all later. So a state dict
+whose parameters are on disk has to give it copies, in mapped files. A pickler with `_EvictedStorages` gets names
+instead, and stages each one's bytes when its turn comes.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -26,11 +31,12 @@ from swapper.files import archive
 from swapper.files.archive import ArchiveEntry
 from swapper.files.file_buffers import POOL_BYTES
 from swapper.files.input_file import InputFile
-from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
 from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
 from swapper.io.devices import current_streams, has_accelerator, is_accelerator, on_streams
 from swapper.io.handle import AsyncIOHandle
+from swapper.tensors.evicted_views import EvictedView, PartOfView, Source, ViewOfParameter
+from swapper.tensors.homes import gathered, home_of
 
 __all__ = ["Prepared", "load", "save"]
 
@@ -38,8 +44,6 @@ _ARCHIVE = "archive"
 _ZIP_START = b"PK\3\4"
 _DEFERRED_BYTES_MIN = 1 << 20
 _NO_STORAGES = frozenset([str, int, float, bool, bytes, tuple, list, dict, set, type, type(None), types.FunctionType])
-
-AnyStorage = torch.UntypedStorage | EvictedStorage
 
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
 
@@ -135,17 +139,93 @@ def save(
         raise
 
 
+class _EvictedStorage:
+    """Stands for the storage of an evicted parameter."""
+
+    def __init__(self, view: ViewOfParameter) -> None:
+        self._view = view
+        self._length_bytes = view.shape.numel() * view.dtype.itemsize
+
+    def nbytes(self) -> int:
+        """As of any storage."""
+        return self._length_bytes
+
+    @contextmanager
+    def present(self) -> Iterator[torch.Tensor]:
+        """Yield the bytes, a 1-D tensor. They stay in memory until the end of the `with` block.
+
+        Raises:
+            SwapError: the parameter was given data of another shape, dtype or order in memory.
+            SwapIOError: they could not be read.
+        """
+        view = self._view
+        with gathered([view.parameter]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            values = view.real()
+            if values.stride() != view.stride:
+                raise SwapError("a parameter was given data of another order in memory while it was saved")
+            flat = values.as_strided((self._length_bytes // values.itemsize,), (1,), values.storage_offset())
+            yield flat.view(torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoragePart:
+    """Stands in a pickle for the typed storage of an evicted tensor.
+
+    Attributes:
+        storage: the storage.
+        like: one of the same type and length, whose bytes are undefined.
+    """
+
+    storage: _EvictedStorage
+    like: torch.TypedStorage | torch.UntypedStorage
+
+
+class _EvictedStorages:
+    """The evicted storages of one pickle. Tensors that share a parameter share one."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _EvictedStorage] = {}
+
+    def reduce(self, item: object, protocol: int) -> tuple[Any, ...] | None:
+        """The result of `item.__reduce_ex__(protocol)`, with a `_StoragePart` for the storage.
+
+        Returns:
+            None if `item` is no tensor of a state dict whose parameter is evicted, or is nothing but its view.
+        """
+        found = self._hollow(item.source) if isinstance(item, EvictedView) else None
+        if found is None:
+            return None
+        storage, tensor = found
+        # torch's own, so that it is to the bit as without swapping.
+        rebuild, (like, *rest) = tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return rebuild, (_StoragePart(storage, like), *rest)
+
+    def _hollow(self, source: Source) -> tuple[_EvictedStorage, torch.Tensor] | None:
+        """The storage of `source`, and a tensor that differs from its own in values only. Its memory is not touched."""
+        if isinstance(source, PartOfView):
+            found = self._hollow(source.whole)
+            return found and (found[0], source.of(found[1]))
+        if not isinstance(source, ViewOfParameter) or home_of(source.parameter) is None:
+            return None
+        storage = self._of.setdefault(id(source.parameter), _EvictedStorage(source))
+        memory = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        return storage, torch.empty(0, dtype=source.dtype, device="cpu").set_(memory, 0, source.shape, source.stride)
+
+
+_AnyStorage = torch.UntypedStorage | _EvictedStorage
+
+
 class _StorageTable:
     """The storages of one pickle by their keys "0", "1", ..., and a `persistent_id` that is torch's."""
 
     def __init__(self) -> None:
-        self.storages: list[AnyStorage] = []
+        self.storages: list[_AnyStorage] = []
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, part: object) -> tuple[object, ...] | None:
-        evicted = part.storage if isinstance(part, StoragePart) else None
-        if isinstance(part, StoragePart):
+        evicted = part.storage if isinstance(part, _StoragePart) else None
+        if isinstance(part, _StoragePart):
             part = part.like
         if isinstance(part, torch.storage.TypedStorage):
             storage, dtype = part._untyped_storage, part.dtype
@@ -172,7 +252,7 @@ class _StorageTable:
 
 def _pickled(
     obj: object, pickle_module: Any, protocol: int, stage_later: bool = False
-) -> tuple[bytes, list[AnyStorage]]:
+) -> tuple[bytes, list[_AnyStorage]]:
     """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
 
     Args:
@@ -183,7 +263,7 @@ def _pickled(
         RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
         Exception: what pickling raises.
     """
-    table, evicted = _StorageTable(), EvictedStorages()
+    table, evicted = _StorageTable(), _EvictedStorages()
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, part: object) -> tuple[object, ...] | None:
@@ -223,7 +303,7 @@ class Prepared:
         data, self._storages = _pickled(obj, pickle_module, pickle_protocol, stage_later)
         alignment_bytes = _storage_alignment_bytes()
         # In torch's order: the first must be the pickle, and storages follow one another.
-        contents: dict[str, bytes | AnyStorage] = {
+        contents: dict[str, bytes | _AnyStorage] = {
             "data.pkl": data,
             ".format_version": b"1",
             ".storage_alignment": str(alignment_bytes).encode(),
@@ -232,7 +312,7 @@ class Prepared:
             "version": b"3\n",
             ".data/serialization_id": b"0" * 40,
         }
-        self._records: list[tuple[ArchiveEntry, bytes, bytes | AnyStorage]] = []
+        self._records: list[tuple[ArchiveEntry, bytes, bytes | _AnyStorage]] = []
         offset = 0
         for name, content in contents.items():
             record = ArchiveEntry(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
@@ -274,16 +354,16 @@ class Prepared:
             between = archive.descriptor(done[-1])
         output.append(between + archive.directory(done, self._directory_offset_bytes))
 
-    def pieces(self, content: bytes | AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
+    def pieces(self, content: bytes | _AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
         """Yield the bytes of a record in pieces, each until the next is asked for."""
-        if isinstance(content, EvictedStorage):
+        if isinstance(content, _EvictedStorage):
             with content.present() as memory:
                 yield memory
         else:
             yield content
 
 
-def _length_bytes(content: bytes | AnyStorage) -> int:
+def _length_bytes(content: bytes | _AnyStorage) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes()
 
 
