@@ -8,7 +8,6 @@ together of those that have some of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from swapper.checkpoint.index import INDEX, SavedWhole
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.state_reader import Bits, StateReader
-from swapper.checkpoint.streams import StreamPart, TensorStream, are_a_whole, read_box
+from swapper.checkpoint.streams import StreamPart, TensorStream, are_a_whole, read_box, stream_of, whole_box
 from swapper.errors import SwapError
 from swapper.optimizer.segments import MASTER
 from swapper.tensors.sharded import Box
@@ -66,7 +65,7 @@ class BoxedState:
             if self.saved.sharded:
                 self._check(slot, whole)
             box = None if boxes is None else boxes[slot]
-            self._boxes[slot] = box = box or _all_of(whole.shape)
+            self._boxes[slot] = box = box or whole_box(whole.shape)
             for part in whole.parts:
                 if self._box_of(part) == box:
                     self._part_of[slot] = part
@@ -174,25 +173,10 @@ class BoxedState:
             ):
                 raise self._incomplete(slot)
             (dtype,) = dtypes
-            parts = [StreamPart(each, _reader(value)) for each, value in zip(boxes, values, strict=True)]
+            streams = [value if isinstance(value, TensorStream) else stream_of(value) for value in values]
+            parts = [StreamPart(each, of.contiguous().read) for each, of in zip(boxes, streams, strict=True)]
             found[key] = TensorStream(dtype, box.sizes, contiguous_stride(box.sizes), read_box(parts, dtype, box))
         return found
-
-
-def _all_of(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def _reader(value: Any) -> Callable[[int, int], torch.Tensor]:
-    """Reads a tensor in the order of its indices."""
-    if isinstance(value, TensorStream):
-        return value.contiguous().read
-    flat = value.contiguous().view(-1)
-    return partial(_slice, flat)
-
-
-def _slice(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return flat[start:stop]
 
 
 def _bits_of(bits: Bits, slot_of: Mapping[int, int]) -> Callable[..., Iterator[torch.Tensor] | None]:

@@ -25,7 +25,7 @@ from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values, with_metadata
-from swapper.checkpoint.streams import TensorStream, model_stream
+from swapper.checkpoint.streams import TensorStream, model_stream, stream_of
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.dcp import SwapStorageWriter
@@ -37,7 +37,6 @@ from swapper.progress import progress_bar
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.atomic import NewDirectory, remove_tree
 from swapper.tensors.dtypes import DTYPES
-from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
 __all__ = ["Exported", "Format", "export_checkpoint"]
@@ -372,7 +371,7 @@ def _to_safetensors(job: _Export, path: Path) -> None:
         name = "optimizer" if len(job.states) == 1 else f"optimizer-{number}"
         _write_optimizer(job, number, path, name)
     # Not decoded: whoever reads it needs the classes of enums, and not we.
-    names = {name: _in_memory(job.checkpoint.small_tensor(name)) for name in _names_of_tensors(job.index.extra)}
+    names = {name: stream_of(job.checkpoint.small_tensor(name)) for name in _names_of_tensors(job.index.extra)}
     if is_lightnings(job.index.extra):
         job.notes.append('extra.json has {"swapper.model": NAME} where Lightning had a tensor of the model')
     _write_json(path / "extra.json", {"extra": job.index.extra})
@@ -440,7 +439,7 @@ def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
             if isinstance(value, (TensorStream, torch.Tensor)):
                 if f"{name}.{key}" in tensors:
                     raise SwapError(f"optimizer {number}: two tensors of its state would be named {name}.{key}")
-                stream = value if isinstance(value, TensorStream) else _in_memory(value)
+                stream = value if isinstance(value, TensorStream) else stream_of(value)
                 tensors[f"{name}.{key}"] = stream.contiguous()
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
@@ -450,15 +449,9 @@ def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
     ]
     added = rest_of(state_dict, names)
     added = {"rest": encode(added, f"optimizer {number}, state_dict", more, "rest.")} if added else {}
-    tensors |= {name: _in_memory(tensor) for name, tensor in more.items()}
+    tensors |= {name: stream_of(tensor) for name, tensor in more.items()}
     _write_tensors(job, path / f"{file}.safetensors", tensors, {"format": "pt"})
     _write_json(path / f"{file}.json", {"class": saved.kind, "param_groups": groups, "state": rest, **added})
-
-
-def _in_memory(tensor: torch.Tensor) -> TensorStream:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    shape = tuple(tensor.shape)
-    return TensorStream(tensor.dtype, shape, contiguous_stride(shape), lambda start, stop: flat[start:stop])
 
 
 def _write_tensors(job: _Export, path: Path, tensors: Mapping[str, TensorStream], metadata: Mapping[str, str]) -> None:

@@ -26,7 +26,10 @@ from swapper.tensors.dtypes import WORDS
 from swapper.tensors.sharded import Box
 from swapper.tensors.strides import contiguous_stride
 
-__all__ = ["Read", "StreamPart", "TensorStream", "are_a_whole", "model_box", "model_stream", "read_box"]
+__all__ = [
+    *("Read", "StreamPart", "TensorStream", "are_a_whole", "model_box", "model_stream", "read_box", "stream_of"),
+    "whole_box",
+]
 
 PIECE_BYTES = 4 << 20
 SLAB_BYTES = 16 << 20
@@ -95,6 +98,12 @@ class TensorStream:
         """Reads elements of this tensor, which is contiguous, in the order of memory of one with other strides."""
         order = _order_of_memory(self.shape, stride)
         return self.read if order == sorted(order) else _Reordered(self.read, self.dtype, self.shape, order).read
+
+
+def stream_of(tensor: torch.Tensor) -> TensorStream:
+    """A tensor in memory, in the order of its indices."""
+    flat, shape = tensor.detach().cpu().contiguous().view(-1), tuple(tensor.shape)
+    return TensorStream(tensor.dtype, shape, contiguous_stride(shape), lambda start, stop: flat[start:stop])
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -172,14 +181,19 @@ class _Reordered:
         slab = self._room[: math.prod(shape)]
         back = _inverse(self._order)
         target = slab.view(self._words).view(shape).permute(back)
-        fill_box(self._read, self._dtype, self._sizes, target, [ranges[d] for d in back])
+        _fill_box(self._read, self._dtype, self._sizes, target, [ranges[d] for d in back])
         self._slab = slab
         return_free_memory()  # What was decoded on the way came from the heap.
         self._slab_start = (lead * size + row) * self._row_numel
 
 
-def fill_box(
-    read: Read, dtype: torch.dtype, sizes: Sequence[int], target: torch.Tensor, ranges: Sequence[tuple[int, int]]
+def _fill_box(
+    read: Read,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    target: torch.Tensor,
+    ranges: Sequence[tuple[int, int]],
+    base: int = 0,
 ) -> None:
     """Copy a box of elements out of a tensor that is read in the order of its indices, some rows at a time.
 
@@ -187,29 +201,17 @@ def fill_box(
         dtype, sizes: of the tensor.
         target: of the shape of the box; of `dtype`, or integers of its length.
         ranges: of the box, in each dimension of the tensor.
+        base: elements that come before those of the tensor.
     """
-    _fill(read, dtype, sizes, target, 0, ranges)
-
-
-def _fill(
-    read: Read,
-    dtype: torch.dtype,
-    all_sizes: Sequence[int],
-    target: torch.Tensor,
-    base: int,
-    ranges: Sequence[tuple[int, int]],
-) -> None:
-    """Copy a box of elements, whose dimensions are the last ones, from those behind `base`."""
     if not ranges:
         target.copy_(read(base, base + 1).view(target.dtype).view(()))
         return
-    sizes = all_sizes[len(all_sizes) - len(ranges) :]
     row_numel = math.prod(sizes[1:])
     (start, stop), rest = ranges[0], ranges[1:]
     rows = PIECE_BYTES // dtype.itemsize // max(1, row_numel)
     if not rows:
         for row in range(start, stop):
-            _fill(read, dtype, all_sizes, target[row - start], base + row * row_numel, rest)
+            _fill_box(read, dtype, sizes[1:], target[row - start], rest, base + row * row_numel)
         return
     for row in range(start, stop, rows):
         end = min(row + rows, stop)
@@ -228,6 +230,11 @@ class StreamPart(NamedTuple):
 
     box: Box
     read: Read
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All elements of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def read_box(parts: Sequence[StreamPart], dtype: torch.dtype, box: Box) -> Read:
@@ -260,7 +267,7 @@ def _copy_common(part: StreamPart, dtype: torch.dtype, box: Box, target: torch.T
     for d, ((low, high), mine) in enumerate(zip(ranges, box.offsets, strict=True)):
         target = target.narrow(d, low - mine, high - low)
     there = [(low - theirs, high - theirs) for (low, high), theirs in zip(ranges, part.box.offsets, strict=True)]
-    fill_box(part.read, dtype, part.box.sizes, target, there)
+    _fill_box(part.read, dtype, part.box.sizes, target, there)
 
 
 def _boxes_in(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -309,10 +316,9 @@ def model_stream(checkpoint: Checkpoint, name: str) -> TensorStream:
         SwapError: its file and the index do not fit together.
     """
     if name in checkpoint.index.model.sharded:
-        parts = _parts_of_model(checkpoint, name)
-        dtype, shape = parts[0][1], tuple(checkpoint.index.model.sharded[name].shape)
-        read = model_box(checkpoint, name, Box((0,) * len(shape), shape))
-        return TensorStream(dtype, shape, contiguous_stride(shape), read)
+        parts, dtype = _parts_of_model(checkpoint, name)
+        shape = tuple(checkpoint.index.model.sharded[name].shape)
+        return TensorStream(dtype, shape, contiguous_stride(shape), read_box(parts, dtype, whole_box(shape)))
     stored = checkpoint.model_tensor(name)
     shape = tuple(stored.shape)
     crc32c = checkpoint.index.model.tensors[name].crc32c
@@ -321,26 +327,25 @@ def model_stream(checkpoint: Checkpoint, name: str) -> TensorStream:
     return TensorStream(stored.dtype, shape, contiguous_stride(shape), read, crc32c, what)
 
 
-def _parts_of_model(checkpoint: Checkpoint, name: str) -> list[tuple[StreamPart, torch.dtype]]:
-    """The parts of a tensor of the model. A file is compared with its checksum before anything of it is used."""
+def _parts_of_model(checkpoint: Checkpoint, name: str) -> tuple[list[StreamPart], torch.dtype]:
+    """The parts of a tensor of the model, and its dtype. A file is compared with its checksum before it is used."""
     saved = checkpoint.index.model
     if name not in saved.sharded:
         stored = checkpoint.model_tensor(name)
-        whole = Box((0,) * len(stored.shape), tuple(stored.shape))
-        return [(StreamPart(whole, partial(_verified, checkpoint, name)), stored.dtype)]
+        return [StreamPart(whole_box(stored.shape), partial(_verified, checkpoint, name))], stored.dtype
     shards = saved.sharded[name]
-    found = []
+    found, dtypes = [], set()
     for part, offsets in shards.parts.items():
         if part not in saved.tensors:
             raise _not_whole(checkpoint, name)
         if checkpoint.reaches(saved.tensors[part].file):
             checkpoint.model_tensor(part)
         dtype, shape = checkpoint.model_spec(part)
-        read = partial(_verified, checkpoint, part)
-        found.append((StreamPart(Box(tuple(offsets), tuple(shape)), read), dtype))
-    if not are_a_whole([part.box for part, _ in found], shards.shape) or len({dtype for _, dtype in found}) > 1:
+        dtypes.add(dtype)
+        found.append(StreamPart(Box(tuple(offsets), tuple(shape)), partial(_verified, checkpoint, part)))
+    if not are_a_whole([part.box for part in found], shards.shape) or len(dtypes) > 1:
         raise _not_whole(checkpoint, name)
-    return found
+    return found, dtypes.pop()
 
 
 def _not_whole(checkpoint: Checkpoint, name: str) -> SwapError:
@@ -354,5 +359,4 @@ def _verified(checkpoint: Checkpoint, name: str, start: int, stop: int) -> torch
 
 def model_box(checkpoint: Checkpoint, name: str, box: Box) -> Read:
     """Reads the elements of `box` of a tensor of the model in the order of their indices."""
-    parts = _parts_of_model(checkpoint, name)
-    return read_box([part for part, _ in parts], parts[0][1], box)
+    return read_box(*_parts_of_model(checkpoint, name), box)
