@@ -39,9 +39,10 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
     check_model,
     differences,
+    flat_state_dict,
     plain_model,
     ready_to_load_model,
-    save_model,
+    save_tensors,
     stored_state_dict,
     write_for_others,
 )
@@ -279,7 +280,7 @@ def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: o
         run=training.run,
         sequence=training.sequence,
         step=saved[0].step if saved else None,
-        model=save_model(model, new),
+        model=save_tensors(flat_state_dict(model), new, model),
         optimizers=[each.saved for each in saved],
         extra=encoded,
     )

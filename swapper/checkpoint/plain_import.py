@@ -22,7 +22,7 @@ from swapper.checkpoint.additions import rest_of
 from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
-from swapper.checkpoint.saved_model import save_state_dict
+from swapper.checkpoint.saved_model import save_tensors
 from swapper.checkpoint.state_writer import StateDict, StateWriter, described_parameter, memory_stride
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
@@ -349,7 +349,7 @@ def _write(
         run=secrets.token_hex(8),
         sequence=1,
         step=saved[0][1] if saved else None,
-        model=save_state_dict(model, new),
+        model=save_tensors(model, new, None),
         optimizers=[each for each, _ in saved],
         extra=encoded,
     )

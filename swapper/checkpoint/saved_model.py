@@ -20,7 +20,7 @@ from swapper.checkpoint.streams import model_box, model_stream
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile
 from swapper.errors import SwapError, SwapIOError, show
-from swapper.files.tensor_files import FromFile, StoredTensor
+from swapper.files.tensor_files import FromFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
 from swapper.parameter.candidates import modules_with_tensors
@@ -49,8 +49,6 @@ __all__ = [
     "plain_model",
     "ready_to_load_model",
     "record_file",
-    "save_model",
-    "save_state_dict",
     "save_tensors",
     "stored_state_dict",
     "with_metadata",
@@ -86,11 +84,6 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 # --- Saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_model(model: torch.nn.Module, new: NewCheckpoint) -> SavedModel:
-    """Put the state dict of `model` into `new`: records by a second name, else written."""
-    return save_tensors(flat_state_dict(model), new, model)
-
-
 def encoded_value(value: object, name: str, new: NewCheckpoint) -> Any:
     """Return the index's form of a value of the state dict that is no tensor.
 
@@ -98,11 +91,6 @@ def encoded_value(value: object, name: str, new: NewCheckpoint) -> Any:
         SwapError: it cannot be saved.
     """
     return new.encode(value, f"the state dict's {name!r}", f"model.{name}.")
-
-
-def save_state_dict(state: Mapping[str, Any], new: NewCheckpoint) -> SavedModel:
-    """Put a state dict whose tensors are in memory into `new`. One object is one tensor."""
-    return save_tensors(state, new, None)
 
 
 def encoded_metadata(state: Mapping[str, Any], new: NewCheckpoint) -> Any:
@@ -144,10 +132,10 @@ def save_tensors(
     model: torch.nn.Module | None,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> SavedModel:
-    """Put tensors and other values of a state dict into `new`.
+    """Put tensors and other values of a state dict into `new`: records by a second name, else written.
 
     Args:
-        state: of a model, by name.
+        state: of a model, by name. One object is one tensor.
         model: links its records; None if all of it is in memory.
         parts: of other tensors, by their names in the files. None if there are no others.
 
@@ -358,11 +346,7 @@ def stored_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     """
     saved = checkpoint.index.model
     views: dict[str, Any] = {
-        name: EvictedView(
-            _joined(checkpoint, name)
-            if name in saved.sharded
-            else _checked(checkpoint, checkpoint.model_tensor(name), saved.tensors[name])
-        )
+        name: EvictedView(_joined(checkpoint, name) if name in saved.sharded else _checked(checkpoint, name))
         for name in saved.wholes()
     }
     return with_metadata(views | {name: views[first] for name, first in saved.tied.items()}, checkpoint)
@@ -429,32 +413,19 @@ def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, A
                 state[name] = others[name]
             continue
         source = saved.tied.get(name, name)
-        in_place = id(value) in registered or id(value) in inside
-        if source in saved.sharded or is_sharded(value):
-            if not in_place:
-                state[name] = _local_values(value, checkpoint, source)
-                continue
+        in_parts = source in saved.sharded or is_sharded(value)
+        piece = source if in_parts else own.get(source, source)
+        if id(value) not in registered and id(value) not in inside:  # Whoever is given it may keep it.
+            state[name] = _local_values(value, checkpoint, piece) if in_parts else _checked(checkpoint, piece).real()
+        elif in_parts or id(value) in inside or checkpoint.model_tensor(piece).length_bytes > _PIECE_BYTES:
             if id(value) not in filled:
-                _fill_box(value, checkpoint, source)
+                _fill(value, checkpoint, piece)
                 filled.add(id(value))
-            state[name] = value  # See below.
-            continue
-        piece = own.get(source, source)
-        there = checkpoint.model_tensor(piece)
-        values = _checked(checkpoint, there, saved.tensors[piece])
-        if id(value) in inside:  # The modules do not know it by this name.
-            if id(value) not in filled:
-                _fill(value, there, saved.tensors[piece], checkpoint)
-                filled.add(id(value))
-        elif id(value) not in registered:
-            state[name] = values.real()  # Whoever is given it may keep it.
-        elif there.stop_bytes - there.start_bytes > _PIECE_BYTES and value.dim():
-            if id(value) not in filled:
-                _fill(value, there, saved.tensors[piece], checkpoint)
-                filled.add(id(value))
-            state[name] = as_in_state_dict(value)  # To itself, so that hooks of modules run, and no more happens.
+            if id(value) not in inside:  # Modules do not know those by this name.
+                # To itself, so that hooks of modules run, and no more happens.
+                state[name] = value if in_parts else as_in_state_dict(value)
         else:
-            state[name] = EvictedView(values)
+            state[name] = EvictedView(_checked(checkpoint, piece))
     reader = checkpoint.reader
     reader.failure = None
     noted = _NotedFailure()
@@ -506,31 +477,33 @@ def _local_values(value: Any, checkpoint: Checkpoint, name: str) -> torch.Tensor
     """The part of a tensor of the model that `value` is of it, in memory of its own; a DTensor if that is one."""
     local = torch.empty_like(local_of(value), requires_grad=False)
     found = sharded_like(local, value)
-    _fill_box(found, checkpoint, name)
+    _fill(found, checkpoint, name)
     return found
 
 
 @torch.no_grad()
-def _fill_box(value: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
+def _fill(value: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Read the part of a tensor of the model that this rank has of it, some rows at a time."""
-    box = box_of(value)
+    box, saved = box_of(value), checkpoint.index.model
     if not box.numel:
         return
-    saved = checkpoint.index.model
-    stream = model_stream(checkpoint, name)
-    parts = saved.sharded[name].parts if name in saved.sharded else {name: [0] * len(stream.shape)}
-    for piece, offsets in parts.items():
-        if box == Box(tuple(offsets), tuple(saved.tensors[piece].shape)):  # It passes as it was saved.
-            _fill(local_of(value), checkpoint.model_tensor(piece), saved.tensors[piece], checkpoint)
-            return
-    read = model_box(checkpoint, name, box)
+    parts = saved.sharded[name].parts if name in saved.sharded else {name: [0] * len(box.sizes)}
+    same = [part for part, at in parts.items() if box == Box(tuple(at), tuple(saved.tensors[part].shape))]
+    # A part passes as it was saved, and is compared with its own checksum.
+    read = partial(checkpoint.elements, checkpoint.model_tensor(same[0])) if same else model_box(checkpoint, name, box)
+    sums = []
     with gathered([value]):
         target = local_of(value).detach()
         row_numel = max(1, math.prod(box.sizes[1:]))
         rows = max(1, _PIECE_BYTES // (row_numel * target.element_size()))
         for row in range(0, box.sizes[0] if box.sizes else 1, rows):
             part = target[row : row + rows] if box.sizes else target
-            part.copy_(read(row * row_numel, row * row_numel + part.numel()).view(part.shape))
+            data = read(row * row_numel, row * row_numel + part.numel())
+            if same:
+                sums.append((checksum(data), data.nbytes))
+            part.copy_(data.view(part.shape))
+    if same:
+        checkpoint.check(saved.tensors[same[0]].file, join_checksums(sums), saved.tensors[same[0]].crc32c, same[0])
 
 
 def _joined(checkpoint: Checkpoint, name: str) -> FromFile:
@@ -540,8 +513,9 @@ def _joined(checkpoint: Checkpoint, name: str) -> FromFile:
     return FromFile(checkpoint.reader, shape, stream.dtype, lambda: stream.read(0, stream.numel).view(shape))
 
 
-def _checked(checkpoint: Checkpoint, stored: StoredTensor, saved: SavedTensor) -> FromFile:
+def _checked(checkpoint: Checkpoint, name: str) -> FromFile:
     """The values of a tensor in a checkpoint, which are compared with their checksum."""
+    stored, saved = checkpoint.model_tensor(name), checkpoint.index.model.tensors[name]
 
     def read() -> torch.Tensor:
         try:
@@ -557,24 +531,3 @@ def _checked(checkpoint: Checkpoint, stored: StoredTensor, saved: SavedTensor) -
         return values
 
     return FromFile(checkpoint.reader, stored.shape, stored.dtype, read)
-
-
-@torch.no_grad()
-def _fill(value: torch.Tensor, stored: StoredTensor, saved: SavedTensor, checkpoint: Checkpoint) -> None:
-    """Read a long tensor into its memory, some rows at a time."""
-    if not stored.shape:
-        data = checkpoint.elements(stored, 0, 1)
-        checkpoint.check(saved.file, checksum(data), saved.crc32c, stored.name)
-        value.detach().copy_(data.view(()))
-        return
-    row_numel = max(1, stored.shape.numel() // max(1, stored.shape[0]))
-    rows = max(1, _PIECE_BYTES // (row_numel * stored.dtype.itemsize))
-    parts = []
-    with gathered([value]):
-        target = value.detach()
-        for row in range(0, stored.shape[0], rows):
-            part = target[row : row + rows]
-            data = checkpoint.elements(stored, row * row_numel, (row + part.shape[0]) * row_numel)
-            parts.append((checksum(data), data.nbytes))
-            part.copy_(data.view(part.shape))
-    checkpoint.check(saved.file, join_checksums(parts), saved.crc32c, stored.name)
