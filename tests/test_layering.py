@@ -99,7 +99,7 @@ RETIRED = {
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
 TOO_SHORT = {
-    "Part": "the part of what: ShareFile, PartRecord, AddressRange, RankPart",
+    "Part": "the part of what: ShareFile, PartRecord, AddressRange",
     "Record": "the record of what: RecordFiles, RecordId, ArchiveEntry",
 }
 """Words that are no name alone: more than one class had each."""

@@ -43,7 +43,7 @@ from swapper.checkpoint.index import (
     SavedWhole,
 )
 from swapper.checkpoint.reader import drop_doubles
-from swapper.checkpoint.saved_shards import RankPart, ShardedModel
+from swapper.checkpoint.saved_shards import ShardedModel
 from swapper.checkpoint.state_writer import (
     digest_of_options,
     names_of_parameters,
@@ -276,7 +276,7 @@ def save_part(
             rank=rank,
             files=new.files,
             annex=None if new.annex is None else new.annex.saved,
-            model=shards.save(RankPart(rank, mine.__contains__, own)),
+            model=shards.save(rank, mine, own),
             optimizers=[each.saved for each in writers],
             wholes=[
                 [

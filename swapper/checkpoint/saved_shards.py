@@ -7,8 +7,7 @@ whole: the tensors of a record are one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +22,8 @@ from swapper.checkpoint.saved_model import (
     record_file,
     save_tensors,
 )
-from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
+from swapper.checkpoint.writer import NewCheckpoint, RecordFile, checksum_of
 from swapper.errors import SwapError
-from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.store import RecordKey
@@ -33,22 +31,7 @@ from swapper.tensors.evicted_views import viewed_by
 from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, part_name
 
-__all__ = ["RankPart", "ShardedModel"]
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """The part of a model that this rank writes, where several ranks save it together.
-
-    Attributes:
-        rank: of this process.
-        writes: True of those of `ShardedModel.units` that it writes.
-        own: names of tensors that are no DTensors, and of other values, that differ from those of rank 0.
-    """
-
-    rank: int
-    writes: Callable[[str], bool]
-    own: Collection[str]
+__all__ = ["ShardedModel"]
 
 
 class _Shard(NamedTuple):
@@ -158,7 +141,7 @@ class ShardedModel:
             for slot, shard in enumerate(unit.shards):
                 if shard.box.numel and (part := _part(shard)) in wanted:
                     known = unit.held is not None and shard.local.is_contiguous()
-                    crc = unit.held.checksums[slot] if unit.held is not None and known else _sum_of(shard.local)
+                    crc = unit.held.checksums[slot] if unit.held is not None and known else checksum_of(shard.local)
                     found[part] = (shard.name, crc)
         return found
 
@@ -184,12 +167,17 @@ class ShardedModel:
                 self._new.drop_values(f"model.{name}.")
             elif not is_sharded(value):
                 check_can_be_saved(name, value)
-                crc = known[id(value)] if id(value) in known else _sum_of(value)
+                crc = known[id(value)] if id(value) in known else checksum_of(value)
                 found[name] = (crc, value.dtype, tuple(value.shape), names[id(value)])
         return found
 
-    def save(self, part: RankPart) -> SavedModel:
+    def save(self, rank: int, mine: Container[str], own: Collection[str]) -> SavedModel:
         """Put what this rank writes into the checkpoint: records by a second name, else written.
+
+        Args:
+            rank: of this process.
+            mine: those of `units` that it writes.
+            own: names of tensors that are no DTensors, and of other values, that differ from those of rank 0.
 
         Raises:
             SwapError: a tensor of the model has the name of a part.
@@ -204,7 +192,7 @@ class ShardedModel:
                 saved.sharded[name] = SavedShards(shape=list(value.shape), parts={})
         memory: dict[str, torch.Tensor] = {}
         files: dict[RecordKey, RecordFile] = {}
-        for unit in filter(lambda unit: part.writes(unit.key), self._units):
+        for unit in filter(lambda unit: unit.key in mine, self._units):
             if unit.held is not None:
                 files[unit.held.key] = record_file(unit.held, self._new, saved.tensors)
             for shard in unit.shards:
@@ -219,23 +207,23 @@ class ShardedModel:
             self._new.add_records(vars(self._model)["swapper"].store, files)
         plain = {name: value for name, value in self._state.items() if not is_sharded(value)}
         # A unit that has something of this rank's own has another key than that of rank 0, which is written.
-        units = [each for each in self._plain_units if part.writes(each.key) and not {*each.names} & {*part.own}]
+        units = [each for each in self._plain_units if each.key in mine and not {*each.names} & {*own}]
         written = {id(plain[name]) for unit in units for name in unit.names}
         others = {
             name: value
             for name, value in plain.items()
-            if (id(value) in written if isinstance(value, torch.Tensor) else part.rank == 0) and name not in part.own
+            if (id(value) in written if isinstance(value, torch.Tensor) else rank == 0) and name not in own
         }
-        for name in part.own:
+        for name in own:
             if not isinstance(plain[name], torch.Tensor):
-                saved.own_values[name] = {str(part.rank): encoded_value(plain[name], name, self._new)}
+                saved.own_values[name] = {str(rank): encoded_value(plain[name], name, self._new)}
                 continue
-            piece = _free_name(f"{name}@r{part.rank}", self._state)
+            piece = _free_name(f"{name}@r{rank}", self._state)
             memory[piece] = plain[name]
-            saved.own[name] = {str(part.rank): piece}
+            saved.own[name] = {str(rank): piece}
         whole = save_tensors(others, self._new, self._model, memory)
         whole.sharded, whole.own, whole.own_values = saved.sharded, saved.own, saved.own_values
-        whole.metadata = encoded_metadata(self._state, self._new) if part.rank == 0 else None
+        whole.metadata = encoded_metadata(self._state, self._new) if rank == 0 else None
         whole.tied |= saved.tied
         whole.tensors |= saved.tensors
         return whole
@@ -261,7 +249,3 @@ def _free_name(piece: str, state: Mapping[str, Any]) -> str:
             f"{piece} is the name of a tensor of the model, and a part of another would have it in the files; rename it"
         )
     return piece
-
-
-def _sum_of(tensor: torch.Tensor) -> int:
-    return join_checksums((checksum(piece.cpu()), piece.numel()) for piece in pieces_of(tensor))

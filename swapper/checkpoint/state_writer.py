@@ -19,7 +19,7 @@ from swapper.checkpoint.index import (
     SavedSegment,
     dtype_name,
 )
-from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
+from swapper.checkpoint.writer import NewCheckpoint, RecordFile, checksum_of
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.plan import parameters_of
@@ -124,7 +124,8 @@ def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
     small = [(_unit_of_small(number, slot, box), 0) for slot, box in enumerate(boxes)]
     if swapper is None:
         units = [_unit(number, [(slot, box)]) for slot, box in enumerate(boxes)]
-        lengths = [_length_bytes(optimizer.state.get(p) or {}) for p in parameters]
+        values = [(optimizer.state.get(p) or {}).values() for p in parameters]
+        lengths = [sum(local_of(v).nbytes for v in each if isinstance(v, torch.Tensor)) for each in values]
         return [*small, *zip(units, lengths, strict=True)]
     records = swapper.flushed_records("save_checkpoint")
     slot_of = _slots(records, parameters)
@@ -132,10 +133,6 @@ def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
         *small,
         *((_unit_of_bucket(number, bucket, slot_of), bucket.length_bytes) for bucket in records.plan.buckets),
     ]
-
-
-def _length_bytes(state: Mapping[str, Any]) -> int:
-    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def digest_of_options(optimizer: Optimizer, number: int, state_dict: StateDict, new: NewCheckpoint) -> bytes:
@@ -162,7 +159,7 @@ def sums_of_plain(optimizer: Optimizer) -> dict[int, int]:
         of = None if plan is None else plan.of(p)
         has_state = bool(optimizer.state.get(p)) if plan is None else of is not None and of.has_state
         if has_state and not is_sharded(p):
-            found[slot] = join_checksums((checksum(piece.cpu()), piece.numel()) for piece in pieces_of(p))
+            found[slot] = checksum_of(p)
     return found
 
 
@@ -193,7 +190,7 @@ def _local_state(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> dict
     """The state of `p` in `optimizer.state`, of DTensors the local tensors."""
     state: Mapping[str, Any] = optimizer.state.get(p) or {}
     for key, value in state.items():
-        if is_sharded(value) and not _is_sharded_like(value, p):
+        if is_sharded(value) and not (is_sharded(p) and Sharding.of(value).covers(Sharding.of(p))):
             raise _other_sharding(key, name)
         if isinstance(value, torch.Tensor) and not is_sharded(value) and not has_ordinary_class(value):
             raise SwapError(
@@ -201,10 +198,6 @@ def _local_state(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> dict
                 "would have to be saved; save the optimizer's state_dict() with torch.save, and the model without it"
             )
     return {key: local_of(value) if is_sharded(value) else value for key, value in state.items()}
-
-
-def _is_sharded_like(value: Any, p: Any) -> bool:
-    return is_sharded(p) and Sharding.of(value).covers(Sharding.of(p))
 
 
 def _split_keys(state: Mapping[str, Any], p: torch.Tensor) -> set[str]:

@@ -30,7 +30,7 @@ import torch
 
 from swapper.checkpoint.annexes import NewAnnex, OldAnnex, Outcome, remove_annexes, report_left
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
-from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
+from swapper.checkpoint.index import INDEX, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapError, SwapIOError, path_given, system_errors
 from swapper.files.output_file import OutputFile
@@ -45,7 +45,7 @@ from swapper.storage.runs import run_directory_of
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.dtypes import NAMES
 
-__all__ = ["NewCheckpoint", "RecordFile", "pieces_of"]
+__all__ = ["NewCheckpoint", "RecordFile", "checksum_of"]
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class NewCheckpoint:
         annex: the directory below which this process has an annex of it; None if it has none.
 
     Attributes:
+        path: the directory in which it is written.
+        files: that this process has written, or is going to.
         annex: what is being written there, if there is one.
         is_apart: rank 0 is on another host; False unless the maker says so.
         outcome: what became of it, known after `publish`.
@@ -99,7 +101,7 @@ class NewCheckpoint:
         if (run := run_directory_of(self.directory)) is not None:
             raise SwapError(f"{directory} is in {run}, which is deleted with its run; name another directory")
         self._check_replaceable = partial(check_replaceable, self.directory, over_files=over_files)
-        self._files: dict[str, SavedFile] = {}
+        self.files: dict[str, SavedFile] = {}
         self._values: dict[str, torch.Tensor] = {}
         self._records: dict[TensorStore, dict[RecordKey, RecordFile]] = {}
         self._copies: list[Callable[[], None]] = []
@@ -113,7 +115,7 @@ class NewCheckpoint:
         self.annex: NewAnnex | None = None
         self.old_annexes: list[OldAnnex] = []
         if path is not None:
-            self._path = path
+            self.path = path
             self.annex = None if annex is None else NewAnnex(annex, self.directory)
             return
         self._check_replaceable()
@@ -131,23 +133,13 @@ class NewCheckpoint:
         except BaseException:
             self.discard()
             raise
-        self._path = self._new.path
+        self.path = self._new.path
         self._new.at_close(self._pins.close)
-
-    @property
-    def path(self) -> Path:
-        """The directory in which it is written."""
-        return self._path
 
     @property
     def bulk_path(self) -> Path:
         """The directory in which records, and other tensors of model and state, are written."""
-        return self._path if self.annex is None else self.annex.path
-
-    @property
-    def files(self) -> dict[str, SavedFile]:
-        """The files that this process has written, or is going to."""
-        return self._files
+        return self.path if self.annex is None else self.annex.path
 
     def name_of(self, kind: str, which: str) -> str:
         """The name of a file, such as "model-memory.safetensors"."""
@@ -169,11 +161,14 @@ class NewCheckpoint:
         Raises:
             SwapError: something in it cannot be saved.
         """
-        return encode(value, what, self._values, f"{self._tag}/{prefix}" if self._tag else prefix)
+        return encode(value, what, self._values, self._tagged(prefix))
+
+    def _tagged(self, prefix: str) -> str:
+        return f"{self._tag}/{prefix}" if self._tag else prefix
 
     def summed(self, encoded: Any, prefix: str) -> bytes:
         """A digest of a value that was encoded, the same on each rank that gave the same."""
-        start = f"{self._tag}/{prefix}" if self._tag else prefix
+        start = self._tagged(prefix)
         text = json.dumps(encoded, allow_nan=False).replace(f'"{start}', f'"{prefix}')
         digest = hashlib.blake2b(text.encode(), digest_size=16)
         for name, tensor in self._values.items():
@@ -185,19 +180,17 @@ class NewCheckpoint:
 
     def drop_values(self, prefix: str) -> None:
         """Do not write the tensors of a value that was encoded."""
-        start = f"{self._tag}/{prefix}" if self._tag else prefix
-        for name in [name for name in self._values if name.startswith(start)]:
+        for name in [name for name in self._values if name.startswith(self._tagged(prefix))]:
             del self._values[name]
 
     def write_values(self) -> None:
         """Write the tensors of all values that were encoded."""
         if self._values or not self._tag:
-            name = values_file(f"{self._tag}/") if self._tag else VALUES
-            self._write_tensors(self._path / name, self._values, None)
+            self._write_tensors(self.path / values_file(self._tagged("")), self._values, None)
 
     def write_small(self, name: str, data: bytes) -> None:
         """Write a file that is not large beside the index."""
-        self._write(self._path / name, data)
+        self._write(self.path / name, data)
         self._add_file(RecordFile(name, len(data), crc32c_of(data)), None)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -206,8 +199,8 @@ class NewCheckpoint:
         self._syncs.append(partial(sync_path, path))
 
     def _add_file(self, file: RecordFile, annex: int | None) -> None:
-        assert file.name not in self._files, file.name
-        self._files[file.name] = SavedFile(length_bytes=file.length_bytes, crc32c=file.crc32c, annex=annex)
+        assert file.name not in self.files, file.name
+        self.files[file.name] = SavedFile(length_bytes=file.length_bytes, crc32c=file.crc32c, annex=annex)
 
     @property
     def _bulk(self) -> int | None:
@@ -303,8 +296,7 @@ class NewCheckpoint:
                     self._copies.append(partial(self._copy, pinned, file))
                 self._add_file(file, self._bulk)
         if self._copies:  # `finish` may be in the background, when the records are in other files, or gone.
-            all_at_once(self._syncs)
-            self._syncs.clear()
+            self._sync()
 
     def _copy(self, pinned: Pinned, new: RecordFile) -> None:
         path = self.bulk_path / new.name
@@ -340,20 +332,20 @@ class NewCheckpoint:
     def seal(self, index: Index, check: Callable[[Path], None] = lambda _: None) -> None:
         """Write the index: the first half of `finish`."""
         self._make_copies()
-        index.files |= self._files
+        index.files |= self.files
         if self.annex is not None and not index.annexes:
             index.annexes = [self.annex.saved]
-        self._write(self._path / INDEX, index.text())
-        check(self._path)
+        self._write(self.path / INDEX, index.text())
+        check(self.path)
         if self.annex is not None:  # Its files are synced before it is complete.
-            all_at_once(self._syncs)
-            self._syncs.clear()
+            self._sync()
 
     def publish(self) -> Path | None:
         """Let the checkpoint appear under its name: the second half of `finish`, once all annexes are complete."""
         outcome = Outcome.UNKNOWN
         try:
-            replaced = self._publish()
+            assert self._new is not None
+            replaced = self._new.publish(self._check_replaceable, self._syncs)
             outcome = Outcome.PUBLISHED
             return replaced
         except BaseException:
@@ -366,11 +358,6 @@ class NewCheckpoint:
             if self.annex is not None:
                 self.annex.conclude(outcome)
 
-    def _make_copies(self) -> None:
-        for copy in self._copies:
-            copy()
-        self._copies.clear()
-
     def complete(self) -> None:
         """Copy what could not be linked, and sync the files that this process has written.
 
@@ -378,12 +365,16 @@ class NewCheckpoint:
             SwapIOError: the drive failed or the directory is gone.
         """
         self._make_copies()
+        self._sync()
+
+    def _make_copies(self) -> None:
+        for copy in self._copies:
+            copy()
+        self._copies.clear()
+
+    def _sync(self) -> None:
         all_at_once(self._syncs)
         self._syncs.clear()
-
-    def _publish(self) -> Path | None:
-        assert self._new is not None
-        return self._new.publish(self._check_replaceable, self._syncs)
 
     def discard(self) -> None:
         """Leave nothing behind, but what was published. Idempotent."""
@@ -402,6 +393,11 @@ def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     if tensor.dtype not in NAMES:
         return "U8", (*shape, tensor.dtype.itemsize)
     return NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """The CRC-32C of the bytes of `tensor` in the order of its indices."""
+    return join_checksums((checksum(piece.cpu()), piece.numel()) for piece in pieces_of(tensor))
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

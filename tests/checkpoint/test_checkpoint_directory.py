@@ -245,14 +245,14 @@ def test_what_a_killed_save_left_goes_at_the_next_one(tmp_path: Path) -> None:
 def test_one_that_is_being_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("plain", tmp_path, ADAMW).steps(1)
     go_on, under_way = threading.Event(), threading.Event()
-    publish = NewCheckpoint._publish
+    publish = NewCheckpoint.publish
 
     def slowly(self: Any) -> Any:
         under_way.set()
         go_on.wait()
         return publish(self)
 
-    monkeypatch.setattr(NewCheckpoint, "_publish", slowly)
+    monkeypatch.setattr(NewCheckpoint, "publish", slowly)
     thread = threading.Thread(target=training.save, args=(tmp_path / "saved" / "a",))
     thread.start()
     under_way.wait()
