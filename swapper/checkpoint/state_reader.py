@@ -415,8 +415,8 @@ class StateReader:
         """True if the parameter differs from its rounded masters. See [Note: edited parameters] of `segments`."""
         if slot not in self.edited:
             ranges = [
-                [(at, min(at + MASTERS_NUMEL, each.segment.stop)) for at in _starts(each.segment)]
-                for each in self._slices[slot]
+                [(at, min(at + MASTERS_NUMEL, stop)) for at in range(start, stop, MASTERS_NUMEL)]
+                for start, stop in ((each.segment.start, each.segment.stop) for each in self._slices[slot])
             ]
             bits = self._bits(slot, list(itertools.chain(*ranges)))
             sums = ((checksum(part.contiguous()), part.nbytes) for part in bits)
@@ -475,10 +475,6 @@ class StateReader:
         if (there.dtype, there.shape) != (saved.dtype, saved.shape):
             raise self._incomplete(slot)
         return model_stream(self._checkpoint, name).in_order_of(saved.stride)
-
-
-def _starts(segment: SavedSegment) -> range:
-    return range(segment.start, segment.stop, MASTERS_NUMEL)
 
 
 def _count_ties(low: torch.Tensor) -> int:
