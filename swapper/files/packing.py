@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -31,10 +31,9 @@ from swapper.files.packed_tensors import (
     METADATA_KEY,
     PackedTensor,
     part_name,
-    recipe_of,
+    unpack_part,
 )
 from swapper.files.tensor_files import StoredTensor, TensorReader, parse_json, read_metadata, read_small
-from swapper.files.unread import evaluate
 from swapper.files.weights import PACKED_INDEX, find_weights, newest_snapshot
 from swapper.io.bf16_packing import pack_bf16, packed_bytes_most
 from swapper.io.handle import AsyncIOHandle
@@ -277,7 +276,8 @@ def _write_file(
             assert isinstance(tensor, StoredTensor)
             rows = _rows_of_part(tensor)
             entries: dict[str, Any] = {}
-            for i, values in enumerate(_parts_of(tensor, rows, reader)):
+            for i, first in enumerate(range(0, tensor.shape[0], rows)):
+                values = reader.read(tensor.rows(first, min(first + rows, tensor.shape[0])))
                 most = packed_bytes_most(values.numel())
                 scratch = scratch if scratch.numel() >= most else torch.empty(most, dtype=torch.uint8, device="cpu")
                 length = pack_bf16(values, scratch)
@@ -335,31 +335,19 @@ def _rows_of_part(tensor: StoredTensor) -> int:
     return min(max(_PART_BYTES // row_bytes, 1), tensor.shape[0])
 
 
-def _parts_of(tensor: StoredTensor, rows: int, reader: TensorReader) -> Iterator[torch.Tensor]:
-    """The values of so many rows at a time."""
-    row_bytes = tensor.length_bytes // tensor.shape[0]
-    for first in range(0, tensor.shape[0], rows):
-        count = min(rows, tensor.shape[0] - first)
-        at = tensor.start_bytes + first * row_bytes
-        shape = torch.Size((count, *tensor.shape[1:]))
-        yield reader.read(StoredTensor(tensor.path, tensor.name, tensor.dtype, shape, at, at + count * row_bytes))
-
-
 def _pieces_of(tensor: StoredTensor | PackedTensor, reader: TensorReader) -> Iterator[torch.Tensor]:
     """All values of a tensor, some at a time."""
     if isinstance(tensor, StoredTensor):
         for start in range(tensor.start_bytes, tensor.stop_bytes, _PART_BYTES):
             stop = min(start + _PART_BYTES, tensor.stop_bytes)
-            yield reader.read(
-                StoredTensor(tensor.path, tensor.name, torch.uint8, torch.Size((stop - start,)), start, stop)
-            )
+            shape = torch.Size((stop - start,))
+            yield reader.read(replace(tensor, dtype=torch.uint8, shape=shape, start_bytes=start, stop_bytes=stop))
         return
     for i, part in enumerate(tensor.parts):
         rows = min(tensor.rows, tensor.shape[0] - i * tensor.rows)
-        shape = torch.Size((rows, *tensor.shape[1:]))
-        yield evaluate(
-            recipe_of(PackedTensor(tensor.path, tensor.name, tensor.dtype, shape, rows, (part,))), reader.read
-        )
+        values = torch.empty((rows, *tensor.shape[1:]), dtype=torch.bfloat16, device="cpu")
+        unpack_part(part, reader.read(part), values)
+        yield values
 
 
 def _plain_bytes(tensor: StoredTensor | PackedTensor) -> int:

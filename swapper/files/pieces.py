@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,15 +29,19 @@ _RESHAPES = {
     _ATEN.flatten.using_ints, _ATEN._reshape_alias.default,
 }  # fmt: skip
 """These keep the elements in their order."""
+_NARROWS = {
+    _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.slice.Tensor, _ATEN.select.int,
+}  # fmt: skip
+"""These select along one dimension."""
 
 
+@dataclass(frozen=True)
 class _Bytes:
     """A tensor whose elements are, in the order of indices, bytes of files."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, pieces: Sequence[StoredTensor]) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.pieces = pieces
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: Sequence[StoredTensor]
 
     def part(self, start: int, stop: int) -> list[StoredTensor]:
         """Bytes from `start` to `stop`."""
@@ -98,11 +103,7 @@ def _find(recipe: Any) -> _Bytes | None:
     if func in _RESHAPES:
         shape = func(torch.empty(of.shape, device="meta"), *args[1:], **recipe.kwargs).shape
         return _Bytes(shape, of.dtype, of.pieces)
-    if func in (_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.slice.Tensor):
-        return _narrow(of, recipe)
-    if func is _ATEN.select.int:
-        return _narrow(of, recipe)
-    return None
+    return _narrow(of, recipe) if func in _NARROWS else None
 
 
 def _narrow(of: _Bytes, recipe: Step) -> _Bytes | None:
@@ -151,5 +152,5 @@ def _slice(piece: StoredTensor, start_bytes: int, stop_bytes: int) -> StoredTens
     if (start_bytes, stop_bytes) == (0, piece.length_bytes):
         return piece
     shape = torch.Size(((stop_bytes - start_bytes) // piece.dtype.itemsize,))
-    first, last = piece.start_bytes + start_bytes, piece.start_bytes + stop_bytes
-    return StoredTensor(piece.path, piece.name, piece.dtype, shape, first, last)
+    start = piece.start_bytes
+    return replace(piece, shape=shape, start_bytes=start + start_bytes, stop_bytes=start + stop_bytes)

@@ -25,13 +25,7 @@ def rows_of(recipe: Recipe, start: int, stop: int) -> Recipe | None:
     Whether it is known does not depend on which rows they are, if it is known for all.
     """
     if isinstance(recipe, StoredTensor):
-        if not recipe.shape:
-            return None
-        row_bytes = recipe.length_bytes // max(recipe.shape[0], 1)
-        first = recipe.start_bytes
-        shape = torch.Size((stop - start, *recipe.shape[1:]))
-        at = first + start * row_bytes, first + stop * row_bytes
-        return StoredTensor(recipe.path, recipe.name, recipe.dtype, shape, *at)
+        return recipe.rows(start, stop) if recipe.shape else None
     args = _rows_of_arguments(recipe, start, stop)
     if args is None:
         return None

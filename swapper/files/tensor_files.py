@@ -17,7 +17,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,6 +72,12 @@ class StoredTensor:
     def length_bytes(self) -> int:
         """Of its elements."""
         return self.stop_bytes - self.start_bytes
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Rows `start` to `stop` of its first dimension."""
+        first, row_bytes = self.start_bytes, self.length_bytes // max(self.shape[0], 1)
+        shape = torch.Size((stop - start, *self.shape[1:]))
+        return replace(self, shape=shape, start_bytes=first + start * row_bytes, stop_bytes=first + stop * row_bytes)
 
 
 def read_header(path: Path) -> list[StoredTensor]:
