@@ -71,18 +71,12 @@ class ModelWeights:
     def _read(self, reader: TensorReader, tensor: torch.Tensor) -> torch.Tensor:
         if tensor in self.made:
             return evaluate(self.made[tensor], reader.read).clone()
-        return _read(reader, tensor, self.stored[tensor])
-
-
-def _read(reader: TensorReader, tensor: torch.Tensor, pieces: tuple[StoredTensor, ...]) -> torch.Tensor:
-    if len(pieces) == 1:
-        return reader.read(pieces[0]).view(tensor.shape).clone()
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    cursor = 0
-    for piece in pieces:  # One after another: the reader has room for one.
-        values.view(-1)[cursor : cursor + piece.shape.numel()].copy_(reader.read(piece).view(-1))
-        cursor += piece.shape.numel()
-    return values
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        cursor = 0
+        for piece in self.stored[tensor]:  # One after another: only one is in memory besides.
+            values.view(-1)[cursor : cursor + piece.shape.numel()].copy_(reader.read(piece).view(-1))
+            cursor += piece.shape.numel()
+        return values
 
 
 def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> ModelWeights:

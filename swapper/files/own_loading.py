@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,8 @@ def refuse_own_loading(model: torch.nn.Module) -> None:
     Raises:
         SwapError: names module and tensor.
     """
-    state = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    tensors = model.state_dict(keep_vars=True)
+    state = {name: _on_meta(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     with torch.no_grad():
         _load(model, state, "")
     if type(model).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(model):
@@ -111,26 +108,25 @@ def _refused(module: torch.nn.Module, prefix: str, what: str) -> SwapError:
 def _twin(module: torch.nn.Module) -> torch.nn.Module:
     """`module` with parameters and buffers on the meta device, in place of its own."""
     twin = copy.copy(module)
-    parts = vars(twin)
-    for names, make in (("_parameters", torch.nn.Parameter), ("_buffers", torch.Tensor)):
-        parts[names] = dict(_on_meta(vars(module)[names], make))
-    parts["_modules"] = dict(module._modules)
+    vars(twin).update(
+        _parameters={
+            name: None if p is None else torch.nn.Parameter(_on_meta(p), p.requires_grad)
+            for name, p in module._parameters.items()
+        },
+        _buffers={name: None if buffer is None else _on_meta(buffer) for name, buffer in module._buffers.items()},
+        _modules=dict(module._modules),
+    )
     return twin
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     """Parameters and buffers of the module itself, each with what tells its memory from other."""
     own = {**module._parameters, **module._buffers}
     return {name: (each, each.untyped_storage()._cdata) for name, each in own.items() if each is not None}
-
-
-def _on_meta(tensors: Mapping[str, torch.Tensor | None], make: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    for name, tensor in tensors.items():
-        if tensor is None:
-            yield name, None
-            continue
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        yield name, make(values, tensor.requires_grad) if make is torch.nn.Parameter else values
 
 
 class _Changes(TorchDispatchMode):

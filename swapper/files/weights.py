@@ -68,10 +68,6 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor | PackedTens
     return find_by_index(path) if path.name.endswith(".json") else read_tensors(path)
 
 
-def _tensors_of(files: Sequence[Path]) -> list[StoredTensor | PackedTensor]:
-    return _without_duplicates([tensor for file in files for tensor in read_tensors(file)])
-
-
 def newest_snapshot(path: Path) -> Path:
     """The directory of the snapshot that `path`, as Hugging Face's cache has it, calls `main`; else `path`."""
     name = path / "refs" / "main"
@@ -132,12 +128,13 @@ def _check_is_below(path: Path, file: str) -> None:
     raise SwapError(f"{path} is not an index of safetensors files: the file name {show(file)} in it {why}")
 
 
-def _without_duplicates(tensors: list[StoredTensor | PackedTensor]) -> list[StoredTensor | PackedTensor]:
+def _tensors_of(files: Sequence[Path]) -> list[StoredTensor | PackedTensor]:
+    """The tensors of several files. Refuses a name that is in two."""
     seen: dict[str, StoredTensor | PackedTensor] = {}
-    for tensor in tensors:
+    for tensor in (tensor for file in files for tensor in read_tensors(file)):
         if (other := seen.setdefault(tensor.name, tensor)) is not tensor:
             raise SwapError(f"tensor {tensor.name!r} is in {other.path} and in {tensor.path}; name one file")
-    return tensors
+    return list(seen.values())
 
 
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
