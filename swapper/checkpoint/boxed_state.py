@@ -36,6 +36,7 @@ class BoxedState:
 
     Attributes:
         parts: reads them.
+        part_of: by slot, the slot of the part that is what is wanted. Others are put together.
         wholes: the parameters.
         saved: what the index says of the optimizer.
 
@@ -56,11 +57,11 @@ class BoxedState:
         self.saved = checkpoint.index.optimizers[number]
         self.wholes = self.saved.wholes()
         self._boxes: list[Box | None] = [None] * len(self.wholes)
-        self._part_of: dict[int, int] = {}
+        self.part_of: dict[int, int] = {}
         self._latest: tuple[int, dict[str, Any]] | None = None
         for slot, whole in enumerate(self.wholes):
             if whole.shape is None:
-                self._part_of[slot] = whole.parts[0]
+                self.part_of[slot] = whole.parts[0]
                 continue
             if self.saved.sharded:
                 self._check(slot, whole)
@@ -68,8 +69,8 @@ class BoxedState:
             self._boxes[slot] = box = box or whole_box(whole.shape)
             for part in whole.parts:
                 if self._box_of(part) == box:
-                    self._part_of[slot] = part
-        slot_of = {part: slot for slot, part in self._part_of.items()}
+                    self.part_of[slot] = part
+        slot_of = {part: slot for slot, part in self.part_of.items()}
         self.parts = StateReader(checkpoint, number, None if bits is None else _bits_of(bits, slot_of))
         self._check_states()
 
@@ -102,10 +103,6 @@ class BoxedState:
         shape = tuple(saved.shape or ())
         return Box(tuple(saved.offsets) or (0,) * len(shape), shape)
 
-    def part_of(self, slot: int) -> int | None:
-        """The slot of the part that is what is wanted; None if it is put together."""
-        return self._part_of.get(slot)
-
     @property
     def with_master(self) -> set[int]:
         """Slots of the parameters that have master weights."""
@@ -117,7 +114,7 @@ class BoxedState:
 
     def _parts_in(self, slot: int) -> list[int]:
         """The parts that have elements of what is wanted; none if that has none."""
-        if (part := self._part_of.get(slot)) is not None:
+        if (part := self.part_of.get(slot)) is not None:
             return [part]
         box = self._boxes[slot]
         assert box is not None
@@ -132,10 +129,6 @@ class BoxedState:
             if not self._parts_in(slot) and {*self.saved.parameters[first].dtypes} - self.split(slot):
                 yield from self.parts.files(first)
 
-    def state_dict(self, state: Mapping[Any, Any], names: Sequence[Any]) -> dict[str, Any]:
-        """As of `StateReader`, with one name for each slot."""
-        return self.parts.state_dict(state, names)
-
     def split(self, slot: int) -> set[str]:
         """The keys of the state that has an element for each of the parameter's."""
         whole = self.wholes[slot]
@@ -147,7 +140,7 @@ class BoxedState:
 
     def state(self, slot: int) -> dict[str, Any]:
         """As of `StateReader`, of what is wanted."""
-        if (part := self._part_of.get(slot)) is not None:
+        if (part := self.part_of.get(slot)) is not None:
             return self.parts.state(part)
         if self._latest is None or self._latest[0] != slot:
             self._latest = slot, self._joined(slot)

@@ -258,7 +258,7 @@ def refuse_unloadable(written: Path) -> None:
             check_model(checkpoint)
             for number in range(len(checkpoint.index.optimizers)):
                 state = BoxedState(checkpoint, number)
-                state.state_dict({}, range(len(state.wholes)))
+                state.parts.state_dict({}, range(len(state.wholes)))
     except SwapIOError:
         raise
     except SwapError as error:

@@ -260,7 +260,7 @@ class _Export:
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
         steps = {STEPS: state.saved.encoded_steps} if state.saved.encoded_steps else {}
-        return {**state.state_dict(found, names), **steps}
+        return {**state.parts.state_dict(found, names), **steps}
 
     def optimizers_by_name(self) -> dict[str, Any]:
         """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
@@ -443,7 +443,7 @@ def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
                 tensors[f"{name}.{key}"] = stream.contiguous()
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
-    state_dict = state.state_dict({}, names)
+    state_dict = state.parts.state_dict({}, names)
     groups = [
         encode(each, f"optimizer {number}, options", more, "param_groups.") for each in state_dict["param_groups"]
     ]

@@ -100,7 +100,7 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    return functools.partial(loader.load, loader.state.state_dict({}, range(len(loader.state.wholes))))
+    return functools.partial(loader.load, loader.state.parts.state_dict({}, range(len(loader.state.wholes))))
 
 
 def _bits_now(
@@ -129,7 +129,7 @@ class _StateLoader:
         self.state = BoxedState(checkpoint, number, boxes, bits)
         self._saved = self.state.saved.parameters
         for slot in range(len(boxes)):
-            if (part := self.state.part_of(slot)) is not None:
+            if (part := self.state.part_of.get(slot)) is not None:
                 strides[slot] = self._saved[part].stride
         self._optimizer = optimizer
         self._checkpoint = checkpoint
@@ -174,7 +174,7 @@ class _StateLoader:
                 split = self.state.split(self._slot_of[id(of.parameter)]) - {MASTER}
                 of.shardings = dict.fromkeys(split, Sharding.of(of.parameter))
         for slot, p in enumerate(self._parameters):
-            part = self.state.part_of(slot)
+            part = self.state.part_of.get(slot)
             edited = part is not None and self.state.parts.edited.get(part, False)
             segments = records.plan.segments_of(p) if edited else ()
             if edited and len(segments) > 1 and segments[0].checksum is not None:
@@ -206,7 +206,7 @@ class _StateLoader:
         Fused kernels, which walk through memory, take it that it does. What a class has in another order it has in it
         again.
         """
-        local, part = local_of(self._parameters[slot]), self.state.part_of(slot)
+        local, part = local_of(self._parameters[slot]), self.state.part_of.get(slot)
         if value.shape != local.shape or not is_dense(local) or same_order(local.shape, value.stride(), local.stride()):
             return value
         if part is not None and not same_order(local.shape, value.stride(), self._saved[part].stride):
@@ -216,7 +216,7 @@ class _StateLoader:
     def _part(self, segment: Segment) -> int:
         """The slot in the checkpoint of the part that is what this rank has of the parameter; -1 if there is none."""
         slot = self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
-        part = self.state.part_of(slot) if slot >= 0 else None
+        part = self.state.part_of.get(slot) if slot >= 0 else None
         return -1 if part is None else part
 
     # --- Records that pass whole -------------------------------------------------------------------------------------
