@@ -195,7 +195,7 @@ class OutputFile:
                 # Whole pages, so that they go past the page cache; `truncate` cuts off the rest.
                 whole = round_up(self._used_bytes, PAGE_BYTES)
                 self._current.tensor[self._used_bytes : whole] = 0
-                self._send(whole, self._position - self._used_bytes)
+                self._send(whole)
             while self._in_flight:
                 self._wait_for_one()
             self._file.truncate(self._position)
@@ -232,7 +232,7 @@ class OutputFile:
         """The free part of the current buffer, at least one byte."""
         if self._current is not None and self._used_bytes == self._buffers.buffer_bytes:
             with self._named():
-                self._send(self._used_bytes, self._position - self._used_bytes)
+                self._send(self._used_bytes)
         if self._current is None:
             if not self._buffers.free:
                 with self._named():
@@ -240,14 +240,12 @@ class OutputFile:
             self._current = self._buffers.free.popleft()
         return self._current.tensor[self._used_bytes :]
 
-    def _send(self, length_bytes: int, offset_bytes: int) -> None:
+    def _send(self, length_bytes: int) -> None:
         """Start writing the current buffer, which belongs to its transfer from then on."""
-        lease = self._current
+        lease, start = self._current, self._position - self._used_bytes
         assert lease is not None
         with interrupts_deferred():
-            transfer = lease.transfer = self._buffers.handle.write(
-                self._file, lease.tensor[:length_bytes], offset_bytes
-            )
+            transfer = lease.transfer = self._buffers.handle.write(self._file, lease.tensor[:length_bytes], start)
             self._in_flight.append((lease, transfer))
             self._current, self._used_bytes = None, 0
 

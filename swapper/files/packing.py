@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +108,7 @@ def pack_weights(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> We
     plain = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
     root = _root_of(src)
     chosen = set() if _is_quantised(root) else _chosen(plain)
-    return _convert(root, plain, dst, lambda tensor: tensor in chosen, packs=True)
+    return _convert(root, plain, dst, chosen, packs=True)
 
 
 def unpack_weights(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> WeightSizes:
@@ -127,7 +127,7 @@ def unpack_weights(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> 
     tensors = find_weights(src)
     if not any(METADATA_KEY in read_metadata(path) for path in dict.fromkeys(each.path for each in tensors)):
         raise SwapError(f"{src} has no packed weights; use it as it is")
-    return _convert(_root_of(src), tensors, dst, lambda tensor: isinstance(tensor, PackedTensor), packs=False)
+    return _convert(_root_of(src), tensors, dst, set(), packs=False)
 
 
 def _root_of(src: str | os.PathLike[str]) -> Path:
@@ -164,10 +164,11 @@ def _convert(
     root: Path,
     tensors: Sequence[StoredTensor | PackedTensor],
     dst: str | os.PathLike[str],
-    changes: Callable[[Any], bool],
+    chosen: set[StoredTensor],
     *,
     packs: bool,
 ) -> WeightSizes:
+    """Write the new directory, with those in `chosen` packed if they shrink, and what was packed unpacked."""
     target = Path(os.path.abspath(path_given("dst", dst)))
     _check_free(target)
     sweep_directories(target.parent, lambda path: False)
@@ -186,7 +187,7 @@ def _convert(
             with system_errors("write", made):
                 made.parent.mkdir(parents=True, exist_ok=True)
                 with open(made, "xb") as file:
-                    result = _write_file(file, made, path, here, changes, reader, packs=packs)
+                    result = _write_file(file, made, path, here, chosen, reader)
             written.append(made)
             changed += result.changed
             to_bytes += result.length_bytes
@@ -255,10 +256,8 @@ def _write_file(
     made: Path,
     source: Path,
     tensors: Sequence[StoredTensor | PackedTensor],
-    changes: Callable[[Any], bool],
+    chosen: set[StoredTensor],
     reader: TensorReader,
-    *,
-    packs: bool,
 ) -> _Written:
     """Write the tensors of one file of weights to another."""
     metadata = {key: text for key, text in read_metadata(source).items() if key != METADATA_KEY}
@@ -269,11 +268,9 @@ def _write_file(
     packed: dict[str, Any] = {}
     scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
     changed = 0
-    in_order = sorted(tensors, key=lambda each: (_plain_bytes(each) % ALIGNMENT_BYTES != 0, _start_of(each)))
-    for tensor in in_order:
+    for tensor in sorted(tensors, key=_place_of):
         start = file.tell()
-        if changes(tensor) and packs:
-            assert isinstance(tensor, StoredTensor)
+        if isinstance(tensor, StoredTensor) and tensor in chosen:
             rows = _rows_of_part(tensor)
             entries: dict[str, Any] = {}
             for i, first in enumerate(range(0, tensor.shape[0], rows)):
@@ -350,9 +347,7 @@ def _pieces_of(tensor: StoredTensor | PackedTensor, reader: TensorReader) -> Ite
         yield values
 
 
-def _plain_bytes(tensor: StoredTensor | PackedTensor) -> int:
-    return tensor.shape.numel() * tensor.dtype.itemsize
-
-
-def _start_of(tensor: StoredTensor | PackedTensor) -> int:
-    return tensor.start_bytes if isinstance(tensor, StoredTensor) else tensor.parts[0].start_bytes
+def _place_of(tensor: StoredTensor | PackedTensor) -> tuple[bool, int]:
+    """The key of the order in a new file: see [Note: what is packed]."""
+    start_bytes = tensor.start_bytes if isinstance(tensor, StoredTensor) else tensor.parts[0].start_bytes
+    return tensor.shape.numel() * tensor.dtype.itemsize % ALIGNMENT_BYTES != 0, start_bytes
