@@ -45,6 +45,7 @@ from swapper.storage.runs import boot_id, run_directory_of
 
 __all__ = [
     "ANNEX",
+    "Adopt",
     "AnnexPaths",
     "NewAnnex",
     "OldAnnex",
@@ -52,6 +53,7 @@ __all__ = [
     "annexes_of",
     "host",
     "remove_annexes",
+    "remove_files",
     "report_left",
 ]
 
@@ -208,6 +210,10 @@ def _check_outside(above: Path, checkpoint: Path) -> None:
 # --- Removal ---------------------------------------------------------------------------------------------------------
 
 
+Adopt = Callable[[Path], bool]
+"""Takes the file of a record that would be removed, and returns True, if it is of use."""
+
+
 class OldAnnex(NamedTuple):
     """An annex of a checkpoint that is gone, or going.
 
@@ -234,11 +240,8 @@ def annexes_of(directory: Path) -> list[OldAnnex]:
     return [OldAnnex(number, saved, found.files_in(number)) for number, saved in enumerate(found.annexes)]
 
 
-def remove_annexes(annexes: Iterable[OldAnnex], adopt: Callable[[Path], bool] = lambda _: False) -> list[OldAnnex]:
+def remove_annexes(annexes: Iterable[OldAnnex], adopt: Adopt = lambda _: False) -> list[OldAnnex]:
     """Remove those that this process can reach. Never raises for what cannot be removed.
-
-    Args:
-        adopt: takes the file of a record, if it is of use.
 
     Returns:
         Those that are left, for a process that can reach them.
@@ -257,12 +260,17 @@ def remove_annexes(annexes: Iterable[OldAnnex], adopt: Callable[[Path], bool] = 
                         ", ".join(others[:5]),
                     )
                 else:
-                    remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=ANNEX)
+                    remove_files(path, adopt, last=ANNEX)
         except (FileNotFoundError, NotADirectoryError):
             left.append(each)
         except OSError as error:
             log.warning("%s is left, though its checkpoint is gone: %s", path, str(error))
     return left
+
+
+def remove_files(directory: Path, adopt: Adopt, *, last: str) -> None:
+    """Remove a directory with files of a checkpoint, of which `adopt` may take the records."""
+    remove_tree(directory, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=last)
 
 
 def report_left(annexes: Iterable[OldAnnex]) -> None:

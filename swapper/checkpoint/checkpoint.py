@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.additions import state_dict_of
+from swapper.checkpoint.annexes import Adopt
 from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import (
     check_replaceable,
@@ -319,7 +320,7 @@ def _keep_last(optimizers: Sequence[Optimizer]) -> int | None:
     return next((count for count in kept if count is not None), None)
 
 
-def _adopter(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Path], bool]:
+def _adopter(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Adopt:
     """Gives files of checkpoints that are removed to the stores of `model` and `optimizers`, which write them again."""
     swappers = [vars(model).get("swapper"), *(getattr(each, "swapper", None) for each in optimizers)]
     found = [getattr(swapper, "store", None) for swapper in swappers]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
 
-from swapper.checkpoint.annexes import OldAnnex, annexes_of, remove_annexes, report_left
+from swapper.checkpoint.annexes import Adopt, OldAnnex, annexes_of, remove_annexes, remove_files, report_left
 from swapper.checkpoint.index import INDEX, glance, look_at
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.io.handle import keep_open
-from swapper.storage.atomic import remove_tree, sweep_directories, temporary_path
+from swapper.storage.atomic import sweep_directories, temporary_path
 
 __all__ = [
     *("check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced", "set_aside", "set_aside_old"),
@@ -21,8 +19,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-_RECORD = re.compile(r".+-[0-9]{5}\.safetensors")
 
 
 def check_replaceable(directory: Path, *, over_files: bool = False) -> None:
@@ -74,12 +70,8 @@ def remove_leftovers(parent: Path, annexes: list[OldAnnex] | None = None) -> Non
     sweep_directories(parent, lambda path: glance(path) is not None, leaves)
 
 
-def remove_checkpoint(directory: Path, adopt: Callable[[Path], bool]) -> None:
-    """Remove a checkpoint of ours. It is never seen in part. Never raises for what cannot be removed.
-
-    Args:
-        adopt: takes the file of a record, if it is of use.
-    """
+def remove_checkpoint(directory: Path, adopt: Adopt) -> None:
+    """Remove a checkpoint of ours. It is never seen in part. Never raises for what cannot be removed."""
     if (path := set_aside(directory)) is not None:
         remove_replaced(path, adopt)
 
@@ -133,7 +125,7 @@ def set_aside_old(directory: Path, run: str, keep_last: int | None, replaced: Pa
     return found
 
 
-def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, annexes_too: bool = True) -> None:
+def remove_replaced(path: Path, adopt: Adopt = lambda _: False, *, annexes_too: bool = True) -> None:
     """As `remove_checkpoint`, of what has a temporary name: a checkpoint, or a file or link that one has replaced.
 
     Args:
@@ -145,6 +137,6 @@ def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False,
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         else:
-            remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=INDEX)
+            remove_files(path, adopt, last=INDEX)
     except OSError as error:
         log.warning("could not remove all of the checkpoint %s: %s", path, str(error))

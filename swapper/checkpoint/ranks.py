@@ -31,7 +31,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.additions import state_dict_of
-from swapper.checkpoint.annexes import OldAnnex, Outcome, annexes_of, host, remove_annexes, report_left
+from swapper.checkpoint.annexes import Adopt, OldAnnex, Outcome, annexes_of, host, remove_annexes, report_left
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import (
     SavedAnnex,
@@ -178,12 +178,11 @@ def publish(new: NewCheckpoint, check: Callable[[Path], object]) -> Path | None:
     return replaced
 
 
-def remove_old_annexes(annexes: Sequence[OldAnnex], adopt: Callable[[Path], bool] = lambda _: False) -> None:
+def remove_old_annexes(annexes: Sequence[OldAnnex], adopt: Adopt = lambda _: False) -> None:
     """Remove annexes whose checkpoint is gone, each by a rank that reaches it. Collective; what cannot be is logged.
 
     Args:
         annexes: of rank 0; others give none.
-        adopt: takes the file of a record, if it is of use.
     """
     annexes = exchanged([*annexes])[0]
     if not annexes:
@@ -198,12 +197,11 @@ def remove_old_annexes(annexes: Sequence[OldAnnex], adopt: Callable[[Path], bool
         report_left(each for each in found if all(each in some for some in everywhere))
 
 
-def remove_together(aside: Sequence[Path], adopt: Callable[[Path], bool]) -> None:
+def remove_together(aside: Sequence[Path], adopt: Adopt) -> None:
     """Remove checkpoints, and their annexes, each by a rank that reaches it. Collective; what cannot be is logged.
 
     Args:
         aside: of rank 0: their temporary names; others give none.
-        adopt: takes the file of a record, if it is of use.
     """
     found: list[Path] = []
     annexes: list[OldAnnex] = []
