@@ -12,8 +12,8 @@ from swapper.check import CheckReport
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
-from swapper.files.packed_tensors import packed_parts_of, unpack_part
-from swapper.files.rows import rows_of
+from swapper.files.packed_tensors import unpack_part
+from swapper.files.recipe_parts import packed_parts_of, rows_of
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Unread, sources_of, write_values
 from swapper.optimizer.plan import parameters_of

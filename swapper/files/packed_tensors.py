@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,11 +28,9 @@ from swapper.io.bf16_packing import packed_bytes_most, unpack_bf16
 __all__ = [
     "ENCODING",
     "METADATA_KEY",
-    "PackedPart",
     "PackedTensor",
     "Unpacking",
     "names_in_file",
-    "packed_parts_of",
     "part_name",
     "read_tensors",
     "recipe_of",
@@ -196,30 +194,3 @@ def _packed(path: Path, name: str, entry: Any, header: dict[str, StoredTensor]) 
 
 def _wrong(path: Path, why: str) -> SwapError:
     return SwapError(f"{path} is no file of packed weights, though it says so: {why}; copy it again, or pack it again")
-
-
-class PackedPart(NamedTuple):
-    """A part of a packed tensor, and how many values it has."""
-
-    stored: StoredTensor
-    numel: int
-
-
-def packed_parts_of(recipe: Recipe) -> list[PackedPart] | None:
-    """The packed parts that, unpacked one after another, are the tensor that `recipe` makes; None if it is another."""
-    if not isinstance(recipe, Step):
-        return None
-    func, args = recipe.operator, recipe.args
-    if isinstance(func, Unpacking):
-        row = func.shape.numel() // func.shape[0]
-        starts = range(0, func.shape[0], func.rows)
-        counts = [row * min(func.rows, func.shape[0] - start) for start in starts]
-        return [PackedPart(stored, numel) for stored, numel in zip(args, counts, strict=True)]
-    if func in (torch.ops.aten.stack.default, torch.ops.aten.cat.default):
-        dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
-        if dim:
-            return None
-        found = [packed_parts_of(each) for each in args[0]]
-        known = [parts for parts in found if parts is not None]
-        return [part for parts in known for part in parts] if len(known) == len(found) else None
-    return None

@@ -24,8 +24,8 @@ from swapper.errors import ConfigError, SwapError
 from swapper.files.dequantised import DEQUANTISES, dequantised
 from swapper.files.model_weights import ModelWeights
 from swapper.files.packed_tensors import PackedTensor, read_tensors, recipe_of
-from swapper.files.pieces import pieces_of
 from swapper.files.prequantised import Unfilled, prequantised, untouched
+from swapper.files.recipe_parts import pieces_of
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Step, Unread
 from swapper.tensors.dtypes import NAMES

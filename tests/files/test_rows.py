@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swapper.files.rows import rows_of
+from swapper.files.recipe_parts import rows_of
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Unread, evaluate, sources_of
 

@@ -13,7 +13,7 @@ from twins import bits
 from weight_files import write_weights
 
 import swapper
-from swapper.files.pieces import pieces_of
+from swapper.files.recipe_parts import pieces_of
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.files.unread import Step, Unread, evaluate, sources_of, write_values
 from swapper.io.handle import AsyncIOHandle

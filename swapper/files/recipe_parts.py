@@ -1,7 +1,8 @@
-"""The pieces of files whose bytes, one after another, are those of a converted tensor, if there are such pieces.
+"""Parts of what is made of tensors of files: pieces of files that are its bytes, packed parts, rows.
 
 Stacking matrices of experts, joining some of them, splitting one: such conversions only say in which order bytes of
-files lie in memory. They need not be computed if the bytes are read to where they belong.
+files lie in memory. They need not be computed if the bytes are read to where they belong. And rows of a tensor are made
+of fewer rows of others, by the same operators.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from swapper.files.packed_tensors import Unpacking
 from swapper.files.tensor_files import StoredTensor
-from swapper.files.unread import Recipe, Step
+from swapper.files.unread import Recipe, RowWise, Step
 
-__all__ = ["pieces_of"]
+__all__ = ["PackedPart", "packed_parts_of", "pieces_of", "rows_of"]
+
+_ATEN = torch.ops.aten
+
+# --- Pieces of files -------------------------------------------------------------------------------------------------
 
 _MOST = 4096
 """Pieces of a tensor. With more of them a read is no longer one of a few long spans."""
 
-_ATEN = torch.ops.aten
 _RESHAPES = {
     _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.unsqueeze.default,
     _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.clone.default, _ATEN.contiguous.default,
@@ -154,3 +159,90 @@ def _slice(piece: StoredTensor, start_bytes: int, stop_bytes: int) -> StoredTens
     shape = torch.Size(((stop_bytes - start_bytes) // piece.dtype.itemsize,))
     start = piece.start_bytes
     return replace(piece, shape=shape, start_bytes=start + start_bytes, stop_bytes=start + stop_bytes)
+
+
+class PackedPart(NamedTuple):
+    """A part of a packed tensor, and how many values it has."""
+
+    stored: StoredTensor
+    numel: int
+
+
+def packed_parts_of(recipe: Recipe) -> list[PackedPart] | None:
+    """The packed parts that, unpacked one after another, are the tensor that `recipe` makes; None if it is another."""
+    if not isinstance(recipe, Step):
+        return None
+    func, args = recipe.operator, recipe.args
+    if isinstance(func, Unpacking):
+        row = func.shape.numel() // func.shape[0]
+        starts = range(0, func.shape[0], func.rows)
+        counts = [row * min(func.rows, func.shape[0] - start) for start in starts]
+        return [PackedPart(stored, numel) for stored, numel in zip(args, counts, strict=True)]
+    if func in (_ATEN.stack.default, _ATEN.cat.default):
+        dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
+        if dim:
+            return None
+        found = [packed_parts_of(each) for each in args[0]]
+        known = [parts for parts in found if parts is not None]
+        return [part for parts in known for part in parts] if len(known) == len(found) else None
+    return None
+
+
+# --- Rows ------------------------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = {
+    _ATEN._to_copy.default, _ATEN.clone.default, _ATEN.contiguous.default, _ATEN.detach.default, _ATEN.alias.default,
+}  # fmt: skip
+
+
+def rows_of(recipe: Recipe, start: int, stop: int) -> Recipe | None:
+    """Give how the rows from `start` to `stop` of the first dimension are made; None where it is not known.
+
+    Whether it is known does not depend on which rows they are, if it is known for all.
+    """
+    if isinstance(recipe, StoredTensor):
+        return recipe.rows(start, stop) if recipe.shape else None
+    args = _rows_of_arguments(recipe, start, stop)
+    if args is None:
+        return None
+    shape = torch.Size((stop - start, *recipe.shape[1:]))
+    operator = recipe.operator
+    if isinstance(operator, RowWise):
+        operator = replace(operator, units=stop - start)
+    elif isinstance(operator, Unpacking):
+        operator = operator.of_rows(start, stop)
+    return Step(operator, args, recipe.kwargs, shape, recipe.dtype)
+
+
+def _rows_of_arguments(step: Step, start: int, stop: int) -> tuple[Any, ...] | None:
+    func, args = step.operator, step.args
+    if step.item is not None or not args:
+        return None
+    if isinstance(func, Unpacking):
+        return tuple(args[start:stop]) if func.rows == 1 else None
+    if isinstance(func, RowWise):
+        if func.units != step.shape[0]:
+            return None
+        several = [rows_of(each, start, stop) if func.cuts(each) else each for each in args]
+        return None if None in several else tuple(several)
+    if func in (_ATEN.stack.default, _ATEN.cat.default):
+        dim = args[1] if len(args) > 1 else step.kwargs.get("dim", 0)
+        parts: list[Recipe | None]
+        if dim % len(step.shape):
+            parts = [rows_of(part, start, stop) for part in args[0]]
+        elif func is _ATEN.stack.default:
+            parts = list(args[0][start:stop])
+        else:
+            parts, at = [], 0
+            for part in args[0]:
+                first, last = max(start - at, 0), min(stop - at, part.shape[0])
+                if first < last:
+                    parts.append(rows_of(part, first, last))
+                at += part.shape[0]
+        return None if None in parts else (parts, *args[1:])
+    if func is _ATEN.transpose.int:
+        known = all(dim % len(step.shape) for dim in args[1:3])
+    else:
+        known = func in _ELEMENTWISE
+    rows = rows_of(args[0], start, stop) if known else None
+    return None if rows is None else (rows, *args[1:])
