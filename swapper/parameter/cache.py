@@ -31,7 +31,7 @@ from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.other_tensors import is_shared

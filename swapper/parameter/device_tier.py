@@ -47,7 +47,7 @@ from swapper.storage.access_order import AccessOrder, Order, Use
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cached_records import RecordState
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.transfers import BothTransfers
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 

@@ -34,7 +34,7 @@ from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.device_pool import DevicePool
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey
 
 __all__ = ["DirectRecords"]

@@ -53,8 +53,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.layout import Entry, RecordLayout
-from swapper.storage.record_store import RecordStore
-from swapper.storage.spans import Extent
+from swapper.storage.spans import Extent, RecordStore
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary, refuse_pickle

@@ -13,7 +13,7 @@ from swapper.errors import SwapError
 from swapper.parameter.cache import Held
 from swapper.parameter.records import ParameterLocation
 from swapper.sizes import SMALL_BYTES
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 

@@ -39,7 +39,7 @@ from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.tensors.dispatch_modes import outside_of_dispatch_modes, refuse_fake_tensors
 from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good

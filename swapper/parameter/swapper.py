@@ -24,7 +24,7 @@ from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.budget import PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.attributes import PARTS
 from swapper.tensors.evicted import evict, refuse_pickle, restore_for_good

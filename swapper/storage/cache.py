@@ -30,7 +30,7 @@ from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
 from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey
 from swapper.storage.transfers import DroppedReads, FailedTransfer
 from swapper.storage.writes import RecordWrites

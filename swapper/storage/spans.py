@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from swapper.storage.buffers import Lease
 
-__all__ = ["Extent", "SourceFile", "Span", "SpanPlan", "SpanStore", "plan_spans"]
+__all__ = ["Extent", "RecordStore", "SourceFile", "Span", "SpanPlan", "SpanStore", "plan_spans"]
 
 _GAP_BYTES = 2 * PAGE_BYTES
 """Read through between two tensors: two spans would cost as much for the pages that are cut."""
@@ -245,7 +245,7 @@ def _identity(status: os.stat_result | FileStatus) -> tuple[int, ...]:
 
 
 class SpanStore:
-    """Records that are spans of files, until they are changed: then they are in another store. A `RecordStore`.
+    """Records that are spans of files, until they are changed: then they are in another store. See `TensorStore`.
 
     Args:
         spans: of each record, from `plan_spans`.
@@ -382,3 +382,7 @@ class SpanStore:
                 "of the model, which need files; give a directory on the drive, or do it within swapper.gathered"
             )
         return self._changes.scratch_file(length_bytes)
+
+
+RecordStore = TensorStore | SpanStore
+"""Keeps the records of a cache: in files of the run, or in files of others."""

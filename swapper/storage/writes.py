@@ -34,7 +34,7 @@ from swapper.errors import SwapIOError
 from swapper.metrics import Metrics
 from swapper.process.interrupts import interrupts_deferred
 from swapper.storage.cached_records import CachedRecord, CachedRecords
-from swapper.storage.record_store import RecordStore
+from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey
 from swapper.storage.transfers import AnyTransfer, FailedTransfer
 
