@@ -250,11 +250,6 @@ class BufferPool:
         """True if the system cannot swap the memory out (mlock)."""
         return self._slab.locked
 
-    @property
-    def lock_reason(self) -> str:
-        """The reason why `locked` is False; "" where it is True."""
-        return self._slab.lock_reason
-
     def lock_for(self, device: torch.device) -> None:
         """Let `device`, and all others of its type, copy to and from the memory on their own, from now until `close`.
 

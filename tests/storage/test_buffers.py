@@ -211,7 +211,7 @@ def test_empty_lease_and_empty_pool_are_refused(pool: BufferPool, length: int) -
 
 
 def test_pool_says_whether_it_is_locked(pool: BufferPool) -> None:
-    assert pool.locked == (pool.lock_reason == "")
+    assert pool.locked == (pool._slab.lock_reason == "")
     assert pool.capacity_bytes == MIB
     with BufferPool(5000) as small:
         assert small.capacity_bytes == 8192
