@@ -436,16 +436,12 @@ class Copy:
             note_failure(error)
             return True
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait until it is over. Returns 0: nothing was read or written.
-
-        Args:
-            timeout: None; a device cannot be waited for in part.
 
         Raises:
             SwapIOError: the device failed, in this copy or before.
         """
-        assert timeout is None
         self.wait_quietly()
         check_devices()
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -29,7 +28,7 @@ class AnyTransfer(Protocol):
         """Return True if it is over, well or not."""
         ...
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait until it is over; returns the bytes moved, raises what failed."""
         ...
 
@@ -93,7 +92,7 @@ class FailedTransfer:
         """Return True."""
         return True
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Raise what has failed."""
         raise renewed(self._error)
 
@@ -122,11 +121,8 @@ class JoinedTransfer:
         """Return True if all parts are over, well or not. Never blocks or raises."""
         return all(part.done() for part in self.parts)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait until all parts are over.
-
-        Args:
-            timeout: seconds, for all parts together; None waits for as long as it takes.
 
         Returns:
             Bytes moved by all parts. The same at every call.
@@ -134,13 +130,10 @@ class JoinedTransfer:
         Raises:
             SwapIOError: a part failed: the error of the first that did, which names its file; where more did, the
                 message has them too. The same at every call. Nothing is in flight any more.
-            TimeoutError: a part is still in flight. Failures of others stay unobserved.
             SwapError: in a forked child.
         """
         # A failure is observed only when nothing can cut this off any more: else it could be forgotten.
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        for part in self.parts:
-            part.wait_quietly(None if deadline_s is None else deadline_s - time.monotonic())
+        self.wait_quietly()
         moved_bytes = 0
         failures: list[SwapIOError] = []
         for part in self.parts:
@@ -187,11 +180,11 @@ class BothTransfers:
         """Tell if both are over, well or not."""
         return self.first.done() and self.second.done()
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait for both. Raises what failed, the first before the second."""
         self.second.wait_quietly()
-        moved_bytes = self.first.wait(timeout)
-        self.second.wait(timeout)
+        moved_bytes = self.first.wait()
+        self.second.wait()
         return moved_bytes
 
     def wait_quietly(self) -> None:

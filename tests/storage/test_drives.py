@@ -491,44 +491,7 @@ def test_a_joined_transfer_is_done_when_all_parts_are(slow: list[tuple[FaultPlan
         assert "in flight" in repr(transfer) and "done" in repr(transfer)
     transfer.wait_quietly()
     assert transfer.done()
-    assert transfer.wait() == transfer.wait(0) == 20 * PAGE
-
-
-@pytest.mark.long
-def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
-    slow: list[tuple[FaultPlan, Callable[[], Any]]],
-) -> None:
-    (first, start_first), (second, start_second) = slow
-    first.fail_write_at = 1
-    with still(second):
-        transfer = start_all([start_first, start_second])
-        with pytest.raises(TimeoutError):
-            transfer.wait(0)
-        with pytest.raises(TimeoutError):
-            transfer.wait(0.01)
-    assert isinstance(transfer, JoinedTransfer)
-    transfer.wait_quietly()
-    handle = start_first.func.__self__  # type: ignore[attr-defined]
-    assert handle.unobserved_failures == 1, "still to be told"
-    with pytest.raises(SwapIOError):
-        transfer.wait(0)
-    assert handle.unobserved_failures == 0
-    with pytest.raises(ValueError, match="NaN"):
-        start_all([start_second, start_second]).wait(float("nan"))
-
-
-@pytest.mark.long
-def test_the_budget_is_single(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
-    # Each part ends 0.2 s after the one before it, so that one that waits for each anew would see them all end.
-    (_, start), _ = slow
-    for _ in range(TRIES):  # Whoever is late to wait may see that all have ended.
-        transfer = start_all([start] * 8)
-        try:
-            transfer.wait(0.5)
-        except TimeoutError:
-            transfer.wait()
-            return
-    pytest.fail("each part had half a second of its own")
+    assert transfer.wait() == transfer.wait() == 20 * PAGE
 
 
 def test_failures_of_several_parts_are_all_in_the_error(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
