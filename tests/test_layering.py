@@ -35,7 +35,6 @@ INSIDE: dict[str, set[str]] = {
     "optimizer.master_codec": set(),
     "optimizer.packing": set(),
     "storage.layout": set(),
-    "storage.schedule": {"storage.layout"},
     "storage.recycled_files": set(),
 }
 """Module: all that it may import of its own package, where a package has layers of its own that matter."""
@@ -60,7 +59,7 @@ NATIVE = {
 }
 """Modules that import the native core, or take names of it from those that do."""
 
-PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.budget", "storage.schedule"}
+PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.budget"}
 """Arithmetic: neither torch nor input and output."""
 
 PURE_MODULES = {

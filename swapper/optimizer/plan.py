@@ -43,7 +43,7 @@ from swapper.optimizer.single_settings import Settings, settings_of
 from swapper.optimizer.step_device import device_of, has_room, may_step_on_device, step_bytes
 from swapper.optimizer.step_function import has_step_of_torch
 from swapper.sizes import PAGE_BYTES, round_up
-from swapper.storage.schedule import Schedule, plan_schedule
+from swapper.storage.budget import Schedule, plan_schedule
 from swapper.tensors.sharded import local_of
 
 __all__ = ["OptimizerPlan", "parameters_of", "plan_to_show", "swaps_state_of"]

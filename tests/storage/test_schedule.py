@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swapper.errors import ConfigError
 from swapper.sizes import format_bytes
-from swapper.storage.schedule import IN_FLIGHT, plan_schedule
+from swapper.storage.budget import IN_FLIGHT, plan_schedule
 
 MiB = 1 << 20
 sizes = st.lists(st.integers(0, 64).map(lambda pages: pages * 4096), max_size=40)
