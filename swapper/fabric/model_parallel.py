@@ -22,9 +22,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.fabric.strategy import State, Swapping
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.strategy.sharding import (
-    check_format,
-    check_gradients_stay,
-    check_parameters_stay,
+    check_fits_fsdp1,
     data_parallel_size_of,
     load_whole_tensors,
 )
@@ -191,9 +189,7 @@ class OnFSDP(Sharding, FSDPStrategy):
     ) -> None:
         given = {name: fsdp.pop(name) for name in not_of_ddp(type(self), fsdp, FullyShardedDataParallel)}
         settings = settings_of(type(self).__name__, config, given)
-        check_format(type(self).__name__, checkpoint_format)
-        check_parameters_stay(type(self).__name__, settings)
-        check_gradients_stay(type(self).__name__, settings)
+        check_fits_fsdp1(type(self).__name__, settings, checkpoint_format)
         self._configure(settings, checkpoint_format)
         super().__init__(**fsdp)
 

@@ -22,9 +22,7 @@ from swapper.storage.agreement import agreed
 from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.strategy.sharding import (
     apply_if_needed,
-    check_format,
-    check_gradients_stay,
-    check_parameters_stay,
+    check_fits_fsdp1,
     data_parallel_size_of,
     load_whole_tensors,
 )
@@ -206,11 +204,9 @@ class OnFSDP(Sharding, FSDPStrategy):
         **fsdp: Any,
     ) -> None:
         given = given_among(locals())
-        check_format(type(self).__name__, checkpoint_format)
         others = {name: fsdp.pop(name) for name in not_of_ddp(type(self), fsdp, FullyShardedDataParallel)}
         settings = settings_of(type(self).__name__, config, given | others)
-        check_parameters_stay(type(self).__name__, settings)
-        check_gradients_stay(type(self).__name__, settings)
+        check_fits_fsdp1(type(self).__name__, settings, checkpoint_format)
         self._configure(settings, checkpoint_format)
         super().__init__(**fsdp)
 

@@ -15,22 +15,20 @@ from swapper.tensors.sharded import box_of, is_sharded, local_of, reshard
 
 __all__ = [
     "apply_if_needed",
-    "check_format",
-    "check_gradients_stay",
-    "check_parameters_stay",
+    "check_fits_fsdp1",
     "data_parallel_size_of",
     "load_whole_tensors",
 ]
 
 
-def check_parameters_stay(name: str, config: OffloadConfig) -> None:
-    """Refuse a config whose parameters are to leave memory.
+def check_fits_fsdp1(name: str, config: OffloadConfig, checkpoint_format: str | None) -> None:
+    """Refuse what FSDP1 cannot have: parameters or gradients that leave memory, and checkpoints of our own format.
 
     Args:
         name: of the strategy, for messages.
 
     Raises:
-        ConfigError: it is such a config.
+        ConfigError: there is one of these.
     """
     asked = config.offload_param.device
     if asked != "none":
@@ -38,38 +36,19 @@ def check_parameters_stay(name: str, config: OffloadConfig) -> None:
             f"offload_param.device: {asked} cannot be done with {name}: FSDP1 gathers and frees parameters by itself; "
             "leave it out, or use SwapModelParallelStrategy (FSDP2)"
         )
-
-
-def check_gradients_stay(name: str, config: OffloadConfig) -> None:
-    """Refuse a config whose gradients are to leave memory.
-
-    Args:
-        name: of the strategy, for messages.
-
-    Raises:
-        ConfigError: it is such a config.
-    """
-    for field, asked in (
+    for field, asked_for in (
         ("offload_gradient.device", config.offload_gradient.device != "none"),
         ("offload_optimizer.step_in_backward", config.offload_optimizer.step_in_backward),
     ):
-        if asked:
+        if asked_for:
             raise ConfigError(
                 f"{field} cannot be used with {name}: FSDP1 reduces gradients in a buffer of its own, of which the "
                 "optimizer sees views; leave it out, or use SwapModelParallelStrategy (FSDP2)"
             )
-
-
-def check_format(name: str, asked: str | None) -> None:
-    """Refuse a format of checkpoints that FSDP1 cannot have.
-
-    Raises:
-        ConfigError: it is one, of the strategy `name`.
-    """
-    if asked not in (None, "full"):
+    if checkpoint_format not in (None, "full"):
         raise ConfigError(
-            f"checkpoint_format: {show(asked)} is not for {name}, whose checkpoints are those of the stock strategy: "
-            "leave it out; state_dict_type chooses between a directory with shards and one file. "
+            f"checkpoint_format: {show(checkpoint_format)} is not for {name}, whose checkpoints are those of the stock "
+            "strategy: leave it out; state_dict_type chooses between a directory with shards and one file. "
             "SwapModelParallelStrategy (FSDP2) has it"
         )
 
