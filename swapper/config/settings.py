@@ -20,24 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from swapper.config.deepspeed import translate
-from swapper.config.encoding import Encoding
+from swapper.config.fields import Encoding, NvmePath, NvmePathLike, Size, Switch, parse_nvme_path
 from swapper.config.files import check_suffix, prefixed, read_mapping
-from swapper.config.nvme_path import NvmePath, NvmePathLike, parse_nvme_path
 from swapper.config.section import Section
 from swapper.errors import ConfigError, path_given
-from swapper.sizes import format_size, parse_size
+from swapper.sizes import format_size
 
 __all__ = [
     "AioConfig",
@@ -59,29 +49,6 @@ BLOCK_ALIGNMENT_BYTES = 4096
 
 BUCKETS_IN_POOL = 3
 """One arriving, one in use, one leaving."""
-
-
-# --- Types of fields -------------------------------------------------------------------------------------------------
-
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    PlainSerializer(format_size, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTtPp][Ii]?)?[Bb]?\s*$"},
-            ]
-        }
-    ),
-]
-"""Bytes. An integer or a string such as "64MiB"; always an integer once validated."""
-
-
-def _parse_switch(value: object) -> object:
-    """YAML takes a plain `on` for true, and `off` for false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 # --- The models ------------------------------------------------------------------------------------------------------
@@ -126,7 +93,7 @@ class OffloadOptimizerConfig(Section, frozen=True):
     the host, with the bits of a step on the CPU. Default: "auto", on the device if it has room when the optimizer is
     wrapped, else on the CPU, which is logged. A model on the CPU is always stepped there."""
 
-    native_step: Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)] = "auto"
+    native_step: Switch = "auto"
     """How a step on the CPU is computed. "on": in one pass over memory by the native core, wherever a trial gives the
     bits of the optimizer's class, else by it. "auto": so where that is faster. "off": by the class. Default: "auto"."""
 
@@ -254,7 +221,7 @@ class AioConfig(Section, frozen=True):
     """Threads that work on one transfer, 1 to 64. Also accepted as `thread_count`, DeepNVMe's older name. Default and
     off: 1."""
 
-    gds: Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)] = "auto"
+    gds: Switch = "auto"
     """Whether records of a model on a GPU go between the drive and its memory by GPUDirect Storage (cuFile), without
     the pool: parameters that are read, and state that is stepped there. "auto": where that works; the log says why not.
     "on": an error where it does not, as with `verify`. Gradients, and parameters that are written, go through the pool.
