@@ -138,19 +138,14 @@ class AccessOrder:
             yield self._log[at].number
 
     def distance(self, number: int) -> int:
-        """Return the number of uses that come before the next one of record `number`; `NEVER` if none is expected."""
+        """Return the number of uses that come before the next one of record `number`, or `NEVER`."""
         due = self._due_of(number)
         return NEVER if due == NEVER else due - self._next
 
     # --- What is held ----------------------------------------------------------------------------------------------
 
     def hold(self, number: int, *, fixed: bool = False) -> None:
-        """Record `number` is in memory, or on its way there.
-
-        Args:
-            number: of the record.
-            fixed: it will stay: `last_needed` is not to yield it.
-        """
+        """Record `number` is in memory, or on its way there; see `Order.hold`."""
         self.drop(number)
         stale, self._stale = self._stale, True
         if fixed:
@@ -188,7 +183,7 @@ class AccessOrder:
         return None
 
     def worth(self) -> int:
-        """The distance beyond which a record must be needed to go for the one that is `missing`.
+        """The distance of the one that is `missing`, or more.
 
         That one is needed sooner, of course. Besides, a record that is used now, or before the missing one, and is then
         needed later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops
@@ -216,10 +211,7 @@ class AccessOrder:
         return max(self._ahead, between[0][1] if between else 0) - self._next
 
     def last_needed(self) -> Iterator[int]:
-        """The numbers of the records that are held and not fixed, those that are needed last, or never, first.
-
-        What is held may change only after the last one that is taken from it.
-        """
+        """The numbers of the records that are held and not fixed, those that are needed last, or never, first."""
         self._refresh()
         for at in range(len(self._movable) - 1, -1, -1):
             yield -self._movable[at][1]

@@ -90,7 +90,8 @@ class RecordLayout:
             cursor = offset + entry.length_bytes
             self._put(table, entry.name, entry.dtype, entry.shape, offset, cursor)
         pads += self._pad(table, pads, cursor, self.tail_offset_bytes)
-        return _json_of(table), pads, max(cursor, self.tail_offset_bytes) - self.payload_bytes
+        text = json.dumps(table, separators=(",", ":")).encode()[1:-1]
+        return text, pads, max(cursor, self.tail_offset_bytes) - self.payload_bytes
 
     def _put(
         self, table: dict[str, object], name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int
@@ -125,10 +126,6 @@ def _header_of(
 def _bytes_entry(name: str, start: int, stop: int) -> bytes:
     """As `RecordLayout._put` with "U8", as JSON. Each put of a record writes two, for which `json` is slow."""
     return f'"{name}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'.encode()
-
-
-def _json_of(table: dict[str, object]) -> bytes:
-    return json.dumps(table, separators=(",", ":")).encode()[1:-1]
 
 
 def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayout:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from swapper.errors import ConfigError, SwapIOError
+from swapper.errors import ConfigError, SwapIOError, system_errors
 from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
@@ -161,10 +161,8 @@ def file_systems(directories: Sequence[Path]) -> list[FileSystem]:
     members: dict[int, list[int]] = {}
     free_bytes: dict[int, int] = {}
     for i, directory in enumerate(directories):
-        try:
+        with system_errors("look for free space in", directory):
             device, status = os.stat(directory).st_dev, os.statvfs(directory)
-        except OSError as error:
-            raise SwapIOError(error.errno or errno.EIO, "look for free space in", directory) from error
         members.setdefault(device, []).append(i)
         free_bytes[device] = status.f_bavail * status.f_frsize
     return [FileSystem(tuple(found), free_bytes[device]) for device, found in members.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, File, Slab, Transfer
+from swapper.io.transfer import end_all
 from swapper.sizes import round_up
 from swapper.storage.mounts import NvmePathError, file_systems
 
@@ -122,9 +121,7 @@ def _timed_pass(
         while in_flight:
             in_flight.popleft().wait()
     finally:
-        for transfer in in_flight:  # One failed: the others are nobody's any more.
-            with contextlib.suppress(SwapIOError):
-                transfer.wait()
+        end_all(in_flight)  # One failed: the others are nobody's any more.
     if not file.direct:
         file.sync()
     stop_s = time.perf_counter()

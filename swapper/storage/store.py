@@ -27,7 +27,7 @@ from swapper.sizes import PAGE_BYTES, format_bytes, round_up
 from swapper.storage.atomic import all_at_once
 from swapper.storage.drive import Drive
 from swapper.storage.layout import Share, share_out
-from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_paths, file_systems
+from swapper.storage.mounts import NvmePathError, check_nvme_paths, file_systems
 from swapper.storage.record_files import Pinned, RecordFiles, ShareFile, link, remove, umask, used
 from swapper.storage.runs import make_run_directory, remove_run_directory, remove_stale_runs
 from swapper.storage.speed import measure_speeds
@@ -76,7 +76,6 @@ class TensorStore:
 
     Attributes:
         first_writes: writes some bytes of which went to places on a drive that had never been written.
-        overwrites: all others.
 
     Raises:
         NvmePathError: a path is missing, no directory, or not writable; or its drive failed to show its speed.
@@ -103,7 +102,7 @@ class TensorStore:
         self._unreserved: dict[RecordKey, None] = {}  # records whose files may still take free space
         self._tokens = itertools.count()
         self._counting = threading.Lock()  # Caches start writes in threads of their own.
-        self.first_writes = self.overwrites = 0
+        self.first_writes = 0
         self._pinned: WeakSet[Pinned] = WeakSet()
         self._finalizer = finalizer(self, _close, self._drives, self._records, self._pinned, self._pid)
         try:
@@ -129,14 +128,6 @@ class TensorStore:
         """Let `handles`, one for each drive, move leases of device memory. They must outlive the store."""
         for drive, handle in zip(self._drives, handles, strict=True):
             drive.direct = handle
-
-    def file_systems(self) -> list[FileSystem]:
-        """The free space of the drives now; `members` are indices in `directories`.
-
-        Raises:
-            SwapIOError: a run directory is gone.
-        """
-        return file_systems(self.directories)
 
     def plan(self, sizes_bytes: dict[RecordKey, int], *, summed: bool = False) -> None:
         """Create preallocated files for each record.
@@ -205,7 +196,7 @@ class TensorStore:
     def _check_free_space(self, what: str, needed_bytes: Sequence[int]) -> None:
         sums = []
         short: int | None = None
-        for file_system in self.file_systems():
+        for file_system in file_systems(self.directories):
             needed = sum(needed_bytes[i] for i in file_system.members)
             names = " and ".join(str(self._drives[i].directory.parent) for i in file_system.members)
             free = file_system.free_bytes + sum(self._drives[i].recycled.total_bytes for i in file_system.members)
@@ -282,7 +273,6 @@ class TensorStore:
             part.written_bytes = max(part.written_bytes, part_bytes)
         with self._counting:
             self.first_writes += first
-            self.overwrites += not first
         return transfer
 
     def _make_writable(self, key: RecordKey, record: RecordFiles, length_bytes: int) -> None:
@@ -563,7 +553,7 @@ class TensorStore:
         directory = self._drives[0].directory
         with contextlib.ExitStack() as stack:
             try:
-                roomiest = max(self.file_systems(), key=lambda file_system: file_system.free_bytes)
+                roomiest = max(file_systems(self.directories), key=lambda file_system: file_system.free_bytes)
                 directory = self._drives[roomiest.members[0]].directory
                 with interrupts_deferred():  # Else it may be dropped open.
                     file = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))

@@ -26,15 +26,12 @@ class AnyTransfer(Protocol):
 
     def done(self) -> bool:
         """Return True if it is over, well or not."""
-        ...
 
     def wait(self) -> int:
         """Wait until it is over; returns the bytes moved, raises what failed."""
-        ...
 
     def wait_quietly(self) -> None:
         """Wait until it is over, and leave a failure unobserved."""
-        ...
 
 
 class RecordTransfer(AnyTransfer, Protocol):
@@ -42,7 +39,6 @@ class RecordTransfer(AnyTransfer, Protocol):
 
     def times_s(self) -> tuple[float, float]:
         """Return the times at which it began to move and was over."""
-        ...
 
 
 class DroppedReads:

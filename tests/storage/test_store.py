@@ -37,7 +37,7 @@ from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
 from swapper.storage import store as store_module
 from swapper.storage.buffers import BufferPool
-from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_path
+from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_path, file_systems
 from swapper.storage.runs import find_runs, make_run_directory, remove_stale_runs
 from swapper.storage.store import RecordKey, TensorStore
 
@@ -67,7 +67,7 @@ def pool(handle: AsyncIOHandle) -> Iterator[BufferPool]:
 
 
 def free_bytes(store: TensorStore) -> int:
-    (file_system,) = store.file_systems()
+    (file_system,) = file_systems(store.directories)
     return file_system.free_bytes
 
 
@@ -685,7 +685,7 @@ def test_a_drive_that_fills_up_while_files_are_made_keeps_none_of_them(
     store.plan({RecordKey(1, "optim", 0): MiB})
     free = free_bytes(store)
     # As if another process was a little faster.
-    monkeypatch.setattr(store, "file_systems", lambda: [FileSystem((0,), 1 << 60)])
+    monkeypatch.setattr("swapper.storage.store.file_systems", lambda _: [FileSystem((0,), 1 << 60)])
     with pytest.raises(SwapIOError) as caught:
         store.plan(dict.fromkeys(keys(5), 8 * MiB))
     monkeypatch.undo()
