@@ -122,56 +122,49 @@ class CheckReport:
     rounded_gradient_numel: int = 0
 
     def __str__(self) -> str:
+        rounded = {"bf16": self.encoded_numel - self.int8_numel, "int8": self.int8_numel}
         rows = [
             ("parameters", f"{self.parameter_numel:,}"),
             ("model and gradients in memory", format_bytes(self.model_bytes)),
             ("optimizer state", f"{format_bytes(self.state_bytes)} in {self.buckets} buckets"),
+        ]
+        if self.packed_numel:
+            rows.append(("  of it packed, which takes less than said", f"{self.packed_numel:,} values"))
+        if self.encoding_reason:
+            rows.append(("  packed" if self.packed_numel else "  not packed", self.encoding_reason))
+        for encoding, numel in rounded.items():
+            if numel:
+                rows.append((f"  of it rounded to {encoding}, which is lossy", f"{numel:,} values"))
+        if self.parameter_bytes:
+            rows.append(("parameters that are moved away", format_bytes(self.parameter_bytes)))
+        if self.device_bytes:
+            rows.append(("device memory that they come to", format_bytes(self.device_bytes)))
+        if self.gradient_bytes:
+            rows.append(("gradients that are moved away", format_bytes(self.gradient_bytes)))
+        if self.rounded_gradient_numel:
+            rows.append(("  of it rounded to bf16, which is lossy", f"{self.rounded_gradient_numel:,} values"))
+        rows += [
             ("pool", f"{format_bytes(self.pool_bytes)} (at least {format_bytes(self.pool_needed_bytes)} needed)"),
             ("host memory, without activations", format_bytes(self.host_bytes)),
-            ("a step reads", format_bytes(self.step_read_bytes)),
-            ("a step writes", format_bytes(self.step_written_bytes)),
         ]
         if self.disk_free_bytes >= 0:
             free = f"{format_bytes(self.disk_bytes)} of {format_bytes(self.disk_free_bytes)} free"
             free += "" if self.disk_bytes <= self.disk_free_bytes else ": TOO LITTLE"
-            name = "files on the drives, by their speed" if self.drives else "files on the drive"
-            rows[5:5] = [(name, free)] + [
-                (
-                    f"  {drive.path}",
-                    f"{format_bytes(drive.disk_bytes)} of {format_bytes(drive.disk_free_bytes)} free, "
-                    f"{drive.bytes_per_second / 1e6:.0f} MB/s",
-                )
-                for drive in self.drives
-            ]
+            rows.append(("files on the drives, by their speed" if self.drives else "files on the drive", free))
+        for drive in self.drives:
+            free = f"{format_bytes(drive.disk_bytes)} of {format_bytes(drive.disk_free_bytes)} free"
+            rows.append((f"  {drive.path}", f"{free}, {drive.bytes_per_second / 1e6:.0f} MB/s"))
+        rows += [
+            ("a step reads", format_bytes(self.step_read_bytes)),
+            ("a step writes", format_bytes(self.step_written_bytes)),
+        ]
         if self.steps_of_endurance:
             rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
-        if self.gradient_bytes:
-            rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
-            if self.rounded_gradient_numel:
-                rows[4:4] = [("  of it rounded to bf16, which is lossy", f"{self.rounded_gradient_numel:,} values")]
-        if self.parameter_bytes:
-            rows[3:3] = [("parameters that are moved away", format_bytes(self.parameter_bytes))]
-        if self.device_bytes:
-            rows[4:4] = [("device memory that they come to", format_bytes(self.device_bytes))]
         if self.step_device_bytes:
             rows.append(("device memory of a step", format_bytes(self.step_device_bytes)))
         if self.cache_token_bytes:
             room = f"; the drive has room for {self.cache_tokens:,} tokens" if self.cache_tokens else ""
             rows.append(("keys and values of a token", f"{format_bytes(self.cache_token_bytes)}{room}"))
-        if self.encoded_numel:
-            place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
-            counts = {"bf16": self.encoded_numel - self.int8_numel, "int8": self.int8_numel}
-            rows[place:place] = [
-                (f"  of it rounded to {encoding}, which is lossy", f"{numel:,} values")
-                for encoding, numel in counts.items()
-                if numel
-            ]
-        if self.encoding_reason:
-            place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
-            rows[place:place] = [("  packed" if self.packed_numel else "  not packed", self.encoding_reason)]
-        if self.packed_numel:
-            place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
-            rows[place:place] = [("  of it packed, which takes less than said", f"{self.packed_numel:,} values")]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
