@@ -25,15 +25,16 @@ from benchmark import keep_result, make_parser, medians, timed
 from ratios import Row, as_result, compare, find, print_rows, system_line
 
 import swapper
-from swapper.bench.contestants import Load, NewFile, NewMemory, Save, Transfers, torch_load, torch_save
+from swapper.bench.contestants import Load, NewFile, Save, Transfers, torch_load, torch_save
 from swapper.bench.drive import look_at_directory
 from swapper.bench.measure import Contestant, Figure, alternate
-from swapper.bench.site import EngineSettings, Site
+from swapper.bench.site import EngineSettings, Lane, Site
 from swapper.bench.witness import Operation
 from swapper.bench.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
 from swapper.io.fresh_memory import FreshMemory
+from swapper.sizes import PAGE_BYTES
 
 DRIVE, OVERWRITE, NEW_MEMORY = "drive", "drive, overwrite", "drive, new memory"
 
@@ -104,6 +105,32 @@ def fresh_memory(size: int, rounds: int) -> Row:
         del memory
     low, middle, high = (f(rates_bps) / 1e9 for f in (min, statistics.median, max))
     return Row("fresh memory", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s")
+
+
+class NewMemory(Contestant):
+    """A read into memory that was allocated just now, whose pages the kernel has to bring; that is in the time.
+
+    Args:
+        name: as for `Contestant`.
+        lane: of the directory. Its file and length are taken, its tensor is not.
+    """
+
+    def __init__(self, name: str, lane: Lane) -> None:
+        super().__init__(name, "read", [Path(lane.file.path)], lane.tensor.numel())
+        self._lane = lane
+        self._tensor: torch.Tensor | None = None
+
+    def move(self) -> bool:
+        """Allocate and read."""
+        whole = torch.empty(self.length_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        start = -whole.data_ptr() % PAGE_BYTES
+        self._tensor = whole[start : start + self.length_bytes]
+        self._lane.start("read", self._tensor, 0).wait()
+        return False
+
+    def finish(self) -> None:
+        """Free it."""
+        self._tensor = None
 
 
 def field(room: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack) -> list[Contestant]:

@@ -16,9 +16,9 @@ from swapper.bench.site import Lane
 from swapper.bench.witness import Operation
 from swapper.io.devices import synchronize
 from swapper.io.handle import AsyncIOHandle, File
-from swapper.sizes import PAGE_BYTES
+from swapper.storage.atomic import sync_path
 
-__all__ = ["Load", "NewFile", "NewMemory", "Save", "Transfers", "ordinary_memory", "torch_load", "torch_save"]
+__all__ = ["Load", "NewFile", "Save", "Transfers", "ordinary_memory", "torch_load", "torch_save"]
 
 
 def ordinary_memory(length_bytes: int) -> torch.Tensor:
@@ -62,32 +62,6 @@ class Transfers(Contestant):
             for file in cached:
                 file.sync()
         return bool(cached)
-
-
-class NewMemory(Contestant):
-    """A read into memory that was allocated just now, whose pages the kernel has to bring; that is in the time.
-
-    Args:
-        name: as for `Contestant`.
-        lane: of the directory. Its file and length are taken, its tensor is not.
-    """
-
-    def __init__(self, name: str, lane: Lane) -> None:
-        super().__init__(name, "read", [Path(lane.file.path)], lane.tensor.numel())
-        self._lane = lane
-        self._tensor: torch.Tensor | None = None
-
-    def move(self) -> bool:
-        """Allocate and read."""
-        whole = torch.empty(self.length_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-        start = -whole.data_ptr() % PAGE_BYTES
-        self._tensor = whole[start : start + self.length_bytes]
-        self._lane.start("read", self._tensor, 0).wait()
-        return False
-
-    def finish(self) -> None:
-        """Free it."""
-        self._tensor = None
 
 
 class NewFile(Contestant):
@@ -234,8 +208,4 @@ def _total_bytes(data: torch.Tensor | dict[str, torch.Tensor]) -> int:
 def _remove(path: Path) -> None:
     """Remove a file, and have the file system note it now instead of in the next run."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path.parent)
