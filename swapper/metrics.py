@@ -132,7 +132,7 @@ _switching = threading.Lock()
 
 @dataclass
 class Metrics:
-    """Counts the work of one swapper since it was made. Bytes are asked of the drive, with headers and padding."""
+    """Counts the work of one swapper since it was made: see `Stats`."""
 
     steps: int = 0
     bytes_read: int = 0
@@ -140,19 +140,13 @@ class Metrics:
     reads: int = 0
     writes: int = 0
     hits: int = 0
-    """Records that were in a pool buffer already when they were asked for."""
     wait_read_s: float = 0.0
     wait_write_s: float = 0.0
     step_s: float = 0.0
-    """Time inside `step()`, waits included."""
     masters_reset: int = 0
-    """Segments whose master weights were made anew because the user had changed the parameter."""
     segments_native: int = 0
-    """Segments that were stepped by the native core."""
     segments_by_class: int = 0
-    """Segments that were stepped by the optimizer's class."""
     late_failures: int = 0
-    """Writes that failed after `step()` had returned and were only seen by a finalizer."""
 
     @contextmanager
     def span(self, name: str, counter: str | None = None) -> Iterator[None]:
@@ -229,7 +223,7 @@ class Stats:
         masters_reset: how often the master weights of a parameter were made anew because the user had changed it.
         segments_native, segments_by_class: parts of parameters that were stepped by the native core, and by the
             optimizer's own class: all on an accelerator, and all first steps, which make the state.
-        late_failures: writes whose failure only a finalizer saw.
+        late_failures: writes that failed after `step()` had returned, which only a finalizer saw.
         first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places
             on the drive that had never been written, which is slower than to write them again.
         gradients: what moved of gradients; zeros if they stay in memory or in the pool.
