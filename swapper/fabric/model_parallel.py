@@ -58,6 +58,16 @@ class Sharding(Swapping):
         """ "full" (the default): what the stock strategy writes, distributed or one file. Or "directory"."""
         return self._wanted_format or "full"
 
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Shard or wrap the module, and remember what that makes.
+
+        Raises:
+            ConfigError: `SwapModelParallelStrategy` has no `parallelize_fn`, and it is not sharded.
+        """
+        sharded: torch.nn.Module = super(Swapping, self).setup_module(module)
+        self._modules.add(sharded)
+        return sharded
+
     def save_checkpoint(
         self,
         path: str | Path,
@@ -149,16 +159,6 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         self._data_parallel_size = data_parallel_size_of(self._data_parallel_size, self._tensor_parallel_size, ranks)
         super().setup_environment()
 
-    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Shard the module, which is remembered.
-
-        Raises:
-            ConfigError: there is no `parallelize_fn`, and it is not sharded.
-        """
-        sharded: torch.nn.Module = super(Swapping, self).setup_module(module)
-        self._modules.add(sharded)
-        return sharded
-
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Optimizer], Any]:
@@ -208,12 +208,6 @@ class OnFSDP(Sharding, FSDPStrategy):
         path = self.broadcast(path)
         self._refuse_directory(path)
         return super().load_checkpoint(path, state, strict, weights_only)
-
-    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the module, which is remembered."""
-        sharded: torch.nn.Module = super(Swapping, self).setup_module(module)
-        self._modules.add(sharded)
-        return sharded
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[Optimizer], scheduler: Any = None

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from swapper.api import init, offload
 from swapper.checkpoint.checkpoint import OpenCheckpoint, Several, save
 from swapper.checkpoint.saved_model import plain_model
-from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.saving import PendingSave
 from swapper.storage.agreement import agreed
@@ -52,14 +51,7 @@ class Swapping(SwappingStrategy, Strategy):
     _in_background: ClassVar[bool] = True
     """True if the program goes on while records that cannot be linked are copied."""
 
-    def _configure(
-        self,
-        config: OffloadConfig,
-        checkpoint_format: str | None,
-        together: bool = False,
-        annex: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super()._configure(config, checkpoint_format, together, annex)
+    def _set_up(self) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._saving = PendingSave()
 

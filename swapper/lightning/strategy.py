@@ -62,15 +62,8 @@ _DEATH_S = 5.0
 class Swapping(SwappingStrategy, Strategy):
     """Swaps the optimizers of the LightningModule, its gradients and its parameters, as the config says."""
 
-    def _configure(
-        self,
-        config: OffloadConfig,
-        checkpoint_format: str | None,
-        together: bool = False,
-        annex: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super()._configure(config, checkpoint_format, together, annex)
-        self._settings = config
+    def _set_up(self) -> None:
+        self._settings = self.offload_config
         self._interrupted = False
         self._directories = Directories()
         self._prunes = True

@@ -93,6 +93,10 @@ class SwappingStrategy:
         self._wanted_format = checkpoint_format
         self._refuse_file_together(checkpoint_format)
         self._own_io: CheckpointIO = self.files()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Called when the settings are known; subclasses have more to set up."""
 
     def _builds_swapped(self, device: torch.device) -> bool:
         """True if parameters of models for `device` are swapped as they are made."""
