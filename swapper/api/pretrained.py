@@ -232,7 +232,8 @@ def _check_parts(files: Sequence[Path]) -> None:
     for file in files:
         metadata = read_metadata(file)
         try:
-            described = {name: parse_json(metadata[name].encode()) for name in _names_in(metadata)}
+            names = map(str, parse_json(metadata.get("tensor_names", "[]").encode()))
+            described = {name: parse_json(metadata[name].encode()) for name in names}
             parts = {name: list(said.get("_tensor_data_names") or ()) for name, said in described.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SwapError(f"{file} has no description of its tensors as torchao writes it ({error!r})") from error
@@ -287,10 +288,6 @@ def _base_of(path: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise SwapError(f"{adapter} is not the config of an adapter ({error}); name a model's directory") from error
     return str(base)
-
-
-def _names_in(metadata: Mapping[str, str]) -> list[str]:
-    return [str(name) for name in parse_json(metadata.get("tensor_names", "[]").encode())]
 
 
 def _check_shapes(path: str, files: FilesRead, model: torch.nn.Module) -> None:

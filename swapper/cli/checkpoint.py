@@ -18,7 +18,7 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.values import decode
 from swapper.cli.arguments import AsJson
 from swapper.cli.output import fail_if, make_console, print_json, print_table, say
-from swapper.errors import SwapError, SwapIOError, show
+from swapper.errors import SwapError, show, system_errors
 from swapper.progress import progress_bar
 from swapper.sizes import format_bytes
 
@@ -240,10 +240,8 @@ def _print_one(found: dict[str, Any]) -> None:
 def _show_all(directory: Path, as_json: bool) -> None:
     found: list[dict[str, Any]] = []
     errors: list[dict[str, str]] = []
-    try:
+    with system_errors("list", directory):
         paths = sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
-    except OSError as error:
-        raise SwapIOError(error.errno or 5, "list", directory) from error
     for path in paths:
         if os.path.lexists(path / INDEX):
             try:

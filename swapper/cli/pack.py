@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -39,19 +40,10 @@ def pack(
     """
     sizes = (unpack_weights if unpack else pack_weights)(src, dst)
     if as_json:
-        print_json(
-            {
-                "path": str(sizes.path),
-                "from_bytes": sizes.from_bytes,
-                "to_bytes": sizes.to_bytes,
-                "changed": sizes.changed,
-                "left": sizes.left,
-            }
-        )
+        print_json({**asdict(sizes), "path": str(sizes.path)})
         return
     part = sizes.to_bytes / max(sizes.from_bytes, 1)
     say(
         f"{printable(sizes.path)}: {format_bytes(sizes.from_bytes)} are {format_bytes(sizes.to_bytes)} now "
-        f"({part:.1%}); "
-        f"{sizes.changed} tensors {'unpacked' if unpack else 'packed'}, {sizes.left} as they were"
+        f"({part:.1%}); {sizes.changed} tensors {'unpacked' if unpack else 'packed'}, {sizes.left} as they were"
     )

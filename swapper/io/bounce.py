@@ -302,7 +302,8 @@ class Bounce:
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
-            self._await(job)
+            with contextlib.suppress(SwapIOError):
+                job.wait()
 
     def close(self, later: Callable[[], None]) -> bool:
         """Complete what is in flight, refuse further jobs, free the memory. Idempotent.
@@ -331,11 +332,6 @@ class Bounce:
         finally:
             del ring  # Only now: memory that is unmapped cannot be unlocked.
         return True
-
-    @staticmethod
-    def _await(job: Job) -> None:
-        with contextlib.suppress(SwapIOError):
-            job.wait()
 
     # --- The helper thread ------------------------------------------------------------------------------------------
 

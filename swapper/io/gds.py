@@ -334,8 +334,9 @@ class GDSHandle(AsyncIOHandle):
         stop = tensor.nbytes - (offset_bytes + tensor.nbytes) % page
         if self._gds is None or start >= stop:
             return None
-        registered = self._register_file(file, _ordinal(tensor))
-        if registered is None:
+        registered = self._try_to_register(file, _ordinal(tensor))
+        if isinstance(registered, str):
+            _warn_once(registered)
             return None
         address, length = tensor.data_ptr() + start, stop - start
         pin, base = self._pin_around(address, length)
@@ -348,13 +349,6 @@ class GDSHandle(AsyncIOHandle):
                 if base <= address and address + length_bytes <= base + pin.length_bytes:
                     return pin, base
         return None, 0
-
-    def _register_file(self, file: File, device: int) -> _native.RegisteredFile | None:
-        registered = self._try_to_register(file, device)
-        if isinstance(registered, str):
-            _warn_once(registered)
-            return None
-        return registered
 
     def _try_to_register(self, file: File, device: int) -> _native.RegisteredFile | str:
         """Register `file` with cuFile, or say why it cannot be done."""

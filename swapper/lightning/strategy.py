@@ -242,7 +242,7 @@ class Swapping(SwappingStrategy, Strategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
-        elif self._saves_directory():
+        elif self._saves_together() or self.is_global_zero:
             assert self.lightning_module is not None
             self._directories.save(
                 checkpoint,
@@ -257,12 +257,8 @@ class Swapping(SwappingStrategy, Strategy):
             self._directories.saving.wait()  # The caller may look for it as soon as this returns.
             self._trim_pools()
 
-    def _saves_directory(self) -> bool:
-        """True if this rank has a part in it."""
-        return self._saves_together() or self.is_global_zero
-
     def _saves_together(self) -> bool:
-        """True if all ranks have."""
+        """True if all ranks have a part in a directory, and not rank 0 alone."""
         return self._together
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

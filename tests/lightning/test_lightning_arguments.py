@@ -314,7 +314,7 @@ def test_the_command_line_and_a_file_have_ranks_save_together(nvme_path: Path, t
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"trainer": {"strategy": config}}))
     made = run_cli(["--config", str(file)]).trainer.strategy
-    assert made._saves_directory() and made._annex == "drive"
+    assert made._saves_together() and made._annex == "drive"
     strategy = ["--trainer.strategy=swapper.lightning.SwapDDPStrategy", "--trainer.strategy.offload_optimizer=true"]
     for value in (False, True):
         cli = run_cli([*strategy, f"--trainer.strategy.together={value}"])
