@@ -1,8 +1,6 @@
 """The functions of `swapper`."""
 
 from swapper.api.calls import (
-    CheckReport,
-    DriveReport,
     check,
     gathered,
     init,
@@ -13,10 +11,10 @@ from swapper.api.calls import (
 )
 from swapper.api.pretrained import from_pretrained
 from swapper.api.wrapped import of, unwrap_optimizer
+from swapper.check import CheckReport
 
 __all__ = [
     "CheckReport",
-    "DriveReport",
     "check",
     "from_pretrained",
     "gathered",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from swapper.api.arguments import ConfigLike, as_config, check_is_model, check_is_optimizer, optimizers_of, tensors_of
 from swapper.api.from_files import OWNERS, check_from_files, offload_from_files, refuse_fixed, refuse_others
 from swapper.api.wrapped import of
-from swapper.check import CheckReport, DriveReport, check_direct, make_report, staging_bytes, state_goes_direct
+from swapper.check import CheckReport, check_direct, make_report, staging_bytes, state_goes_direct
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.model_weights import match_weights
@@ -48,8 +48,6 @@ from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_m
 from swapper.tensors.sharded import check_not_flattened, is_sharded
 
 __all__ = [
-    "CheckReport",
-    "DriveReport",
     "check",
     "gathered",
     "init",

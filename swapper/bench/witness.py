@@ -86,11 +86,6 @@ class Proof:
     reason: str
     other_bytes: int = 0
 
-    @property
-    def proven(self) -> bool:
-        """True if the drive was measured."""
-        return not self.reason
-
 
 @dataclass
 class _Holder:

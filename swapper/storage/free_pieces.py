@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = ["AddressRange", "FreePieces", "Taker"]
 
 
+@dataclass(eq=False, slots=True)
 class AddressRange:
     """A range of addresses that one lease has.
 
@@ -25,12 +27,9 @@ class AddressRange:
         taken: True while it is missing in the free pieces.
     """
 
-    __slots__ = ("start", "stop", "taken")
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.taken = True
+    start: int
+    stop: int
+    taken: bool = True
 
 
 class Taker(Protocol):

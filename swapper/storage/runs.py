@@ -343,10 +343,9 @@ def _judged(directory: Path, *, exclusive: bool) -> Iterator[_Verdict | None]:
     """
     lock = -1
     try:
+        # On NFS an exclusive lock needs a file that is open for writing.
+        flags = os.O_RDWR if exclusive else os.O_RDONLY
         # Whatever it is that has this name: opening it must neither follow it nor wait for it.
-        flags = (
-            os.O_RDWR if exclusive else os.O_RDONLY
-        )  # On NFS an exclusive lock needs a file that is open for writing.
         lock = os.open(directory / _LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         ours = stat.S_ISREG(os.fstat(lock).st_mode)
     except FileNotFoundError:

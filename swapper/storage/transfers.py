@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from swapper.errors import SwapIOError, renewed
@@ -160,17 +161,12 @@ class JoinedTransfer:
         return min(begun_s for begun_s, _ in times_s), max(ended_s for _, ended_s in times_s)
 
 
+@dataclass(eq=False, slots=True)
 class BothTransfers:
-    """Two transfers that use one buffer: a write, and a copy to a device.
+    """Two transfers that use one buffer: a write, and a copy to a device."""
 
-    Attributes:
-        first, second: as given.
-    """
-
-    __slots__ = ("first", "second")
-
-    def __init__(self, first: AnyTransfer, second: AnyTransfer) -> None:
-        self.first, self.second = first, second
+    first: AnyTransfer
+    second: AnyTransfer
 
     def done(self) -> bool:
         """Tell if both are over, well or not."""
