@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SwapDDPStrategy", "SwapFSDPStrategy", "SwapModelParallelStrategy", "SwapStrategy"]
 
-_module, *_ = import_in_use(__name__, {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"})
+_module = import_in_use(__name__, {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"})
 
 
 def __getattr__(name: str) -> Any:

@@ -36,9 +36,7 @@ __all__ = [
     "load_from_checkpoint",
 ]
 
-_module, *_ = import_in_use(
-    __name__, {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
-)
+_module = import_in_use(__name__, {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"})
 
 
 def __getattr__(name: str) -> Any:

@@ -192,34 +192,27 @@ def not_of_ddp(strategy: type, given: Mapping[str, Any], wrapper: type = Distrib
 
 def register(registry: Any, one_device: type, ddp: type, model_parallel: type, fsdp: type) -> None:
     """Put the strategies into a registry of Lightning's, by their names. May be called again."""
-    for name, arguments in _NAMED.items():
-        registry.register(name, one_device, description=f"swapper: {name}", override=True, **arguments)
     state = _NAMED["swapper_nvme"]
-    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **state)
-    registry.register("swapper_fsdp_nvme", fsdp, description="swapper: FSDP1", override=True, **state)
-    registry.register(
-        "swapper_model_parallel_nvme", model_parallel, description="swapper: model parallel", override=True, **state
-    )
-    # All ranks along the data-parallel dimension of the mesh.
-    registry.register(
-        "swapper_fsdp2_nvme",
-        model_parallel,
-        description="swapper: FSDP2",
-        override=True,
-        tensor_parallel_size=1,
-        **state,
-    )
+    for name, strategy, words, arguments in (
+        *((name, one_device, name, arguments) for name, arguments in _NAMED.items()),
+        ("swapper_ddp_nvme", ddp, "ddp", state),
+        ("swapper_fsdp_nvme", fsdp, "FSDP1", state),
+        ("swapper_model_parallel_nvme", model_parallel, "model parallel", state),
+        # All ranks along the data-parallel dimension of the mesh.
+        ("swapper_fsdp2_nvme", model_parallel, "FSDP2", {**state, "tensor_parallel_size": 1}),
+    ):
+        registry.register(name, strategy, description=f"swapper: {words}", override=True, **arguments)
 
 
-def import_in_use(package: str, modules: Mapping[str, str]) -> list[ModuleType]:
-    """Import the modules of `package` for the packages of Lightning that the program uses.
+def import_in_use(package: str, modules: Mapping[str, str]) -> ModuleType:
+    """Import the modules of `package` for the packages of Lightning that the program uses, which register strategies.
 
     Args:
         package: ours.
         modules: package of Lightning: name of the module for it in `package`. The first is preferred.
 
     Returns:
-        The modules, at least one: of what is imported already, else of the first that is installed.
+        The first of them: of what is imported already, else of what is installed.
 
     Raises:
         ImportError: none is installed; the message says what `package` needs.
@@ -229,4 +222,5 @@ def import_in_use(package: str, modules: Mapping[str, str]) -> list[ModuleType]:
     ][:1]
     if not used:
         raise ImportError(f"{package} needs Lightning: pip install 'lightning>=2.6'")
-    return [importlib.import_module(f"{package}.{name}") for name in used]
+    imported = [importlib.import_module(f"{package}.{name}") for name in used]
+    return imported[0]
