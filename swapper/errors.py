@@ -130,11 +130,13 @@ def path_given(name: str, path: object) -> str:
 
 
 @contextlib.contextmanager
-def system_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let what the system refuses be a `SwapIOError` that names `path`."""
+def system_errors(
+    operation: str, path: str | os.PathLike[str], offset_bytes: int = -1, length_bytes: int = -1
+) -> Iterator[None]:
+    """Let what the system refuses be a `SwapIOError` with these arguments."""
     try:
         yield
     except SwapError:
         raise
     except OSError as error:
-        raise SwapIOError(error.errno or _errno.EIO, operation, path) from error
+        raise SwapIOError(error.errno or _errno.EIO, operation, path, offset_bytes, length_bytes) from error

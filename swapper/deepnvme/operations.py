@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from swapper.deepnvme.byte_tensors import cast_to_byte_tensor
-from swapper.errors import SwapIOError, renewed
+from swapper.errors import SwapIOError, renewed, system_errors
 from swapper.io.devices import is_accelerator
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 from swapper.process.finalizers import finalizer
@@ -83,28 +83,23 @@ def _validate(path: str, data: torch.Tensor, transfer: Transfer) -> None:
     """
     operation = f"validate {transfer.operation}"
     start, length = transfer.offset_bytes, transfer.length_bytes
-    try:
-        with open(path, "rb") as file:
-            if transfer.operation == "write":
-                os.fdatasync(file.fileno())
-            # From the drive, not from what is cached of it. Advice, so a refusal does not matter.
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
-            file.seek(start)
-            for at in range(0, length, _VALIDATE_BYTES):
-                wanted = data[at : at + _VALIDATE_BYTES].cpu()
-                found = bytearray(file.read(wanted.numel()))
-                if len(found) < wanted.numel():
-                    raise SwapIOError(errno.ENODATA, operation, path, start, length)
-                differs = wanted != torch.frombuffer(found, dtype=torch.uint8)
-                if differs.any():
-                    first = start + at + int(differs.to(torch.uint8).argmax())
-                    detail = f"it has other bytes than the tensor, {int(differs.sum())} of {len(found)} from there on"
-                    raise SwapIOError(errno.EBADMSG, operation, path, first, length, detail)
-    except SwapIOError:
-        raise
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, operation, path, start, length) from error
+    with system_errors(operation, path, start, length), open(path, "rb") as file:
+        if transfer.operation == "write":
+            os.fdatasync(file.fileno())
+        # From the drive, not from what is cached of it. Advice, so a refusal does not matter.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
+        file.seek(start)
+        for at in range(0, length, _VALIDATE_BYTES):
+            wanted = data[at : at + _VALIDATE_BYTES].cpu()
+            found = bytearray(file.read(wanted.numel()))
+            if len(found) < wanted.numel():
+                raise SwapIOError(errno.ENODATA, operation, path, start, length)
+            differs = wanted != torch.frombuffer(found, dtype=torch.uint8)
+            if differs.any():
+                first = start + at + int(differs.to(torch.uint8).argmax())
+                detail = f"it has other bytes than the tensor, {int(differs.sum())} of {len(found)} from there on"
+                raise SwapIOError(errno.EBADMSG, operation, path, first, length, detail)
 
 
 class _Use(NamedTuple):

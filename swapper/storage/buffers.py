@@ -377,10 +377,12 @@ class BufferPool:
         if self._cannot_gather or self._free.total_bytes < extent_bytes:
             return False
         self._make_ready(self.capacity_bytes)
+        address = self._slab.address
         with interrupts_deferred():
             self._free.take_apart(extent, extent_bytes)
+            parts = [(address + part.start, part.stop - part.start) for part in extent.parts]
             try:
-                extent.pages = self._gather_pages(extent.parts)
+                extent.pages = GatheredPages(parts, locked=self.locked)
             except SwapIOError as error:
                 for part in extent.parts:
                     self._free.put(part)
@@ -481,10 +483,6 @@ class BufferPool:
 
     _cannot_gather = ""
     """The reason why pieces cannot be joined; "" if they can."""
-
-    def _gather_pages(self, parts: Sequence[AddressRange]) -> GatheredPages:
-        address = self._slab.address
-        return GatheredPages([(address + part.start, part.stop - part.start) for part in parts], locked=self.locked)
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

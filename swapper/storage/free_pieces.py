@@ -72,10 +72,8 @@ class FreePieces:
             return True
         return False
 
-    def take_apart(self, taker: Taker, length_bytes: int) -> bool:
-        """As `take`, in as few pieces as it takes: the longest. False if all together are too short."""
-        if self.total_bytes < length_bytes:
-            return False
+    def take_apart(self, taker: Taker, length_bytes: int) -> None:
+        """As `take`, in as few pieces as it takes: the longest. At most `total_bytes`."""
         parts, left_bytes = [], length_bytes
         for start, stop in sorted(self._pieces, key=lambda piece: piece[0] - piece[1]):
             parts.append(AddressRange(start, min(stop, start + left_bytes)))
@@ -88,7 +86,6 @@ class FreePieces:
         taker.parts = parts
         self._pieces = pieces
         self.total_bytes -= length_bytes
-        return True
 
     def put(self, part: AddressRange) -> None:
         """Add what was taken, joined with its free neighbours. Nothing happens if it is here already."""

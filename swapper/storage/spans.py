@@ -194,11 +194,6 @@ class SourceFile:
         """As given."""
         return self._file.path
 
-    @property
-    def direct(self) -> bool:
-        """True if reads bypass the page cache."""
-        return self._file.direct
-
     def check(self, *, named: bool = False) -> None:
         """Raise if the file was changed since it was opened.
 

@@ -109,11 +109,7 @@ def apply_if_needed(
     Raises:
         ConfigError: it would change some, and torch refuses to because a parameter's optimizer is swapped.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()  # Else parameters that were left unsharded would be taken for those to train.
+    reshard(module)  # Else parameters that were left unsharded would be taken for those to train.
 
     def changes(tensor: torch.Tensor) -> bool:
         new = function(tensor)
