@@ -212,13 +212,10 @@ _forks: dict[int, list[interrupts_deferred]] = {}  # those that are under way, b
 
 def wait_for_ends() -> None:
     """Wait until what others have dropped while a thread was starting a write of it has ended."""
-    for writes in _all_living():
-        with writes._keeping:
-            pass
-
-
-def _all_living() -> list[RecordWrites]:
-    return [writes for reference in _living.valuerefs() if (writes := reference()) is not None]
+    for reference in _living.valuerefs():
+        if (writes := reference()) is not None:
+            with writes._keeping:
+                pass
 
 
 def _before_fork() -> None:
