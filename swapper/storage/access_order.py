@@ -183,7 +183,7 @@ class AccessOrder:
         return None
 
     def worth(self) -> int:
-        """The distance of the one that is `missing`, or more.
+        """The distance beyond which a record must be needed to go for the one that is `missing`.
 
         That one is needed sooner, of course. Besides, a record that is used now, or before the missing one, and is then
         needed later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops
