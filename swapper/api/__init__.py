@@ -1,14 +1,6 @@
 """The functions of `swapper`."""
 
-from swapper.api.calls import (
-    check,
-    gathered,
-    init,
-    load_safetensors,
-    materialize,
-    offload,
-    wrap_optimizer,
-)
+from swapper.api.calls import check, gathered, init, load_safetensors, materialize, offload, wrap_optimizer
 from swapper.api.pretrained import from_pretrained
 from swapper.api.wrapped import of, unwrap_optimizer
 from swapper.check import CheckReport

@@ -47,15 +47,7 @@ from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
 from swapper.tensors.sharded import check_not_flattened, is_sharded
 
-__all__ = [
-    "check",
-    "gathered",
-    "init",
-    "load_safetensors",
-    "materialize",
-    "offload",
-    "wrap_optimizer",
-]
+__all__ = ["check", "gathered", "init", "load_safetensors", "materialize", "offload", "wrap_optimizer"]
 
 log = logging.getLogger(__name__)
 
