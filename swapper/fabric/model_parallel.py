@@ -21,11 +21,7 @@ from swapper.checkpoint.saved_model import plain_model
 from swapper.errors import ConfigError, SwapError
 from swapper.fabric.strategy import State, Swapping
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
-from swapper.strategy.sharding import (
-    check_fits_fsdp1,
-    data_parallel_size_of,
-    load_whole_tensors,
-)
+from swapper.strategy.sharding import check_fits_fsdp1, divide_ranks, load_whole_tensors
 from swapper.strategy.swapping import SwappingStrategy
 from swapper.tensors.sharded import is_sharded
 
@@ -155,8 +151,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """As in the stock strategy. With "auto" beside the size of the other dimension, it divides."""
-        ranks = self.num_nodes * self.num_processes
-        self._data_parallel_size = data_parallel_size_of(self._data_parallel_size, self._tensor_parallel_size, ranks)
+        divide_ranks(self)
         super().setup_environment()
 
     def setup_module_and_optimizers(

@@ -20,12 +20,7 @@ from swapper.errors import SwapError
 from swapper.lightning.strategy import Swapping, kills_and_waits
 from swapper.storage.agreement import agreed
 from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
-from swapper.strategy.sharding import (
-    apply_if_needed,
-    check_fits_fsdp1,
-    data_parallel_size_of,
-    load_whole_tensors,
-)
+from swapper.strategy.sharding import apply_if_needed, check_fits_fsdp1, divide_ranks, load_whole_tensors
 from swapper.strategy.swapping import SwappingStrategy, temporary_attribute
 from swapper.tensors.sharded import is_sharded, reshard
 
@@ -112,8 +107,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Begin whatever the Trainer is called for. With "auto" beside the size of the other dimension, it divides."""
-        ranks = self.num_nodes * self.num_processes
-        self._data_parallel_size = data_parallel_size_of(self._data_parallel_size, self._tensor_parallel_size, ranks)
+        divide_ranks(self)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:

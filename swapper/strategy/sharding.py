@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,12 +13,7 @@ from swapper.errors import ConfigError, show
 from swapper.tensors.homes import gathered
 from swapper.tensors.sharded import box_of, is_sharded, local_of, reshard
 
-__all__ = [
-    "apply_if_needed",
-    "check_fits_fsdp1",
-    "data_parallel_size_of",
-    "load_whole_tensors",
-]
+__all__ = ["apply_if_needed", "check_fits_fsdp1", "divide_ranks", "load_whole_tensors"]
 
 
 def check_fits_fsdp1(name: str, config: OffloadConfig, checkpoint_format: str | None) -> None:
@@ -81,24 +76,14 @@ def load_whole_tensors(module: torch.nn.Module, state: Mapping[str, Any], strict
     module.load_state_dict(given, strict=strict)
 
 
-Size = Literal["auto"] | int
+def divide_ranks(strategy: Any) -> None:
+    """Have "auto" as the data-parallel size be what a given tensor-parallel size leaves of all ranks.
 
-
-def data_parallel_size_of(asked: Size, tensor_parallel_size: Size, ranks: int) -> Size:
-    """The ranks along the data-parallel dimension.
-
-    Args:
-        asked: as the user gave it.
-        tensor_parallel_size: as the user gave it.
-        ranks: all, of all nodes.
-
-    Returns:
-        `asked`, unless that is "auto" and the other size is known: then what is left for it. The stock strategies take
-        the number of nodes, and raise unless both happen to agree.
+    The stock strategies take the number of nodes, and raise unless both happen to agree.
     """
-    if asked != "auto" or isinstance(tensor_parallel_size, str) or tensor_parallel_size < 1:
-        return asked
-    return ranks // tensor_parallel_size if ranks % tensor_parallel_size == 0 else asked
+    tensor, ranks = strategy._tensor_parallel_size, strategy.num_nodes * strategy.num_processes
+    if strategy._data_parallel_size == "auto" and isinstance(tensor, int) and tensor > 0 and ranks % tensor == 0:
+        strategy._data_parallel_size = ranks // tensor
 
 
 def apply_if_needed(
