@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +22,10 @@ from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.free_pieces import AddressRange, FreePieces
-from swapper.storage.pool_memory import PoolMemory
 from swapper.storage.transfers import AnyTransfer
+
+if TYPE_CHECKING:
+    from swapper.storage.device_pool import PoolMemory
 
 __all__ = ["BufferPool", "Lease", "PoolExhausted"]
 

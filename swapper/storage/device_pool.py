@@ -15,11 +15,37 @@ import torch
 
 from swapper.io.devices import copies_of, on_streams
 from swapper.io.gds import GDSHandle
-from swapper.io.handle import AsyncIOHandle
+from swapper.io.handle import AsyncIOHandle, Slab
+from swapper.sizes import round_up
 from swapper.storage.buffers import BufferPool
-from swapper.storage.pool_memory import DeviceMemory, PoolMemory
 
-__all__ = ["DevicePool"]
+__all__ = ["DevicePool", "PoolMemory"]
+
+_ALIGNMENT_BYTES = 64 << 10
+"""Pages of a GPU, as cuFile maps them."""
+
+
+class DeviceMemory:
+    """Memory of an accelerator, as a `Slab` is of the host. All of it is there from the start."""
+
+    locked = True
+
+    def __init__(self, length_bytes: int, device: torch.device) -> None:
+        self._length_bytes = length_bytes
+        whole = torch.empty(length_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        start = round_up(whole.data_ptr(), _ALIGNMENT_BYTES) - whole.data_ptr()
+        self.tensor = whole[start : start + length_bytes]
+        self.address = self.tensor.data_ptr()
+        self.ready_bytes = 0
+
+    def extend(self, ready_bytes: int) -> None:
+        self.ready_bytes = self._length_bytes
+
+    def shrink(self, ready_bytes: int) -> None:
+        pass
+
+
+PoolMemory = Slab | DeviceMemory
 
 
 class DevicePool(BufferPool):
