@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
-from swapper.optimizer.probe import is_elementwise
+from swapper.optimizer.probe import LOW_PRECISION, is_elementwise
 from swapper.optimizer.step_function import has_step_of_torch
 from swapper.optimizer.twin import PRIMES, Twin, equal, package_of, same_bits, seeded, small_shape
 
@@ -23,7 +23,6 @@ _SCALES = (1.0, 2.0**-12, 2.0**-30)
 """Of gradients in a trial: the latter two are below what Adafactor takes for 0 in 16 bits, and in 32."""
 _GROUPS_MAX = 4
 _SHOWN_MAX = 32
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _judged: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 """The number of groups that each optimizer had, and True if it is shown all of them."""
 
@@ -212,7 +211,7 @@ def _refuse_mixed_dtypes(optimizer: Optimizer, group: dict[str, Any], config: Of
     Raises:
         ConfigError: a trial with small tensors of two of the dtypes had other bits together than one after the other.
     """
-    masters = _LOW_PRECISION if config.offload_optimizer.master_weights else ()
+    masters = LOW_PRECISION if config.offload_optimizer.master_weights else ()
     shapes: dict[torch.dtype, tuple[int, ...]] = {}
     for p in group["params"]:
         if (p.requires_grad or p.grad is not None) and p.numel() and p.dim() <= len(PRIMES):

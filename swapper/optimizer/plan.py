@@ -19,6 +19,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.encodings import check_keys, encoder_of, first_index_of, note_if_none
 from swapper.optimizer.group_probe import refuse_group
 from swapper.optimizer.probe import (
+    LOW_PRECISION,
     StateSpec,
     is_elementwise,
     keeps_bits,
@@ -49,8 +50,6 @@ from swapper.tensors.sharded import local_of
 __all__ = ["OptimizerPlan", "parameters_of", "plan_to_show", "swaps_state_of"]
 
 log = logging.getLogger(__name__)
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class OptimizerPlan:
@@ -341,7 +340,7 @@ class OptimizerPlan:
         """
         if self.on_device:
             return segment.of.strides_may_differ
-        return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
+        return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in LOW_PRECISION)
 
     @property
     def moves_gradients(self) -> bool:
@@ -407,11 +406,11 @@ class OptimizerPlan:
         if self.counts_steps:
             known.first_index = first_index_of(p, type(optimizer).__name__, known.collective, self.rounds)
         master = ""
-        if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
+        if self._config.offload_optimizer.master_weights and p.dtype in LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
         dtype = torch.float32 if master else p.dtype
         # Fused kernels split among threads at multiples of 64 bytes. A class of the user's may call `pow`: see `cuts`.
-        known.has_uneven_tails = dtype in _LOW_PRECISION or not has_step_of_torch(optimizer)
+        known.has_uneven_tails = dtype in LOW_PRECISION or not has_step_of_torch(optimizer)
         low_precision = known.has_uneven_tails and not group.get("fused")
         device = self.device if self.on_device else torch.device("cpu")
         if known.fused and not self.on_device:

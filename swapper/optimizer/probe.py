@@ -33,6 +33,7 @@ from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_de
 
 __all__ = [
     "ENCODED_DTYPES",
+    "LOW_PRECISION",
     "StateSpec",
     "has_only_elementwise_code",
     "is_elementwise",
@@ -55,7 +56,8 @@ ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 
 _CPU = torch.device("cpu")
 _STEPS = 3
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes that may have masters, and whose bits depend on more than elements: see `cuts`."""
 _REAL_NUMEL = 1 << 18
 """Parameters of at most so many elements are tried in their own shape."""
 _LARGER_NUMEL_MAX = 1 << 22
@@ -157,12 +159,8 @@ def has_only_elementwise_code(cls: type[Optimizer]) -> bool:
 
 
 def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:
-    """Refuse a class whose fused kernels on the CPU do not step parameters of a dtype.
-
-    Raises:
-        ConfigError: SGD, and bf16 or fp16.
-    """
-    if isinstance(optimizer, torch.optim.SGD) and dtype in (torch.bfloat16, torch.float16):
+    """Raise `ConfigError` for a class whose fused kernels on the CPU do not step parameters of a dtype."""
+    if isinstance(optimizer, torch.optim.SGD) and dtype in LOW_PRECISION:
         raise ConfigError(
             f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
             "nothing to be exact to; use fused=False"
