@@ -110,11 +110,7 @@ class ClassStep:
         return left
 
     def check_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Refuse a gradient that the state has kept since the last step: it would have what is in it now.
-
-        Raises:
-            ConfigError: naming the state.
-        """
+        """Raise `ConfigError` for a gradient that the state has kept since the last step: it would have what comes."""
         at, reference = self._kept_gradients.get(parameter, ("", None))
         if reference is not None and gradient is not None and reference() is gradient:
             raise ConfigError(

@@ -91,11 +91,7 @@ def encoder_of(
 
 
 def _check_blocks(parameter: torch.nn.Parameter) -> None:
-    """Refuse a DTensor of which some rank's part does not begin with a block.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Raise `ConfigError` for a DTensor of which some rank's part does not begin with a block."""
     if not is_sharded(parameter):
         return
     shape = tuple(parameter.shape)

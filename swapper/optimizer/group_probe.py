@@ -180,11 +180,7 @@ class _Groups:
 
 
 def _refuse_changed_gradients(optimizer: Optimizer, group: dict[str, Any], config: OffloadConfig) -> None:
-    """Refuse a class whose step changes gradients, or takes them away, where it is given copies of them.
-
-    Raises:
-        ConfigError: as above.
-    """
+    """Raise `ConfigError` for a class whose step changes gradients, or takes them away, where it is given copies."""
     if has_step_of_torch(optimizer) or config.offload_gradient.device == "none":
         return
     p = next((p for p in group["params"] if p.numel() and p.dim() <= len(PRIMES)), None)

@@ -390,11 +390,7 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             self._given.pop(key, None)
 
     def check_given(self) -> None:
-        """Refuse what was written to a copy that `number_of` has given; then all are forgotten. Ends what is lent.
-
-        Raises:
-            SwapError: it says what to do in place of it.
-        """
+        """Raise `SwapError` if a copy that `number_of` has given was written to. Forgets all, and ends what is lent."""
         if not self._passing_on:
             self._take_changes()
             self._end_loans()

@@ -160,21 +160,14 @@ class OptimizerPlan:
         return bool(self.segments_of(parameter))
 
     def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
-        """Refuse a parameter whose size, dtype or order in memory has changed since it was planned.
-
-        Raises:
-            SwapError: naming what changed.
-        """
+        """Raise `SwapError` if the size, dtype or order in memory of a parameter has changed since it was planned."""
         if (known := self.of(parameter)) is not None:
             known.check_unchanged(parameter)
 
     def check_not_moved(self) -> None:
-        """Refuse a step if a parameter in a group is not on the device that it was planned on.
+        """Raise `SwapError` if a parameter in a group is not on the device that it was planned on: it is not stepped.
 
         Its state can be saved and loaded all the same: a Trainer moves a model to the CPU when it has trained it.
-
-        Raises:
-            SwapError: names both devices.
         """
         if self.moved is not None:
             raise self.moved.changed(self.moved.parameter)

@@ -168,11 +168,7 @@ def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:
 
 
 def refuse_lazy(optimizer: Optimizer) -> None:
-    """Refuse parameters that have no shape yet.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raise `ConfigError` if a parameter has no shape yet."""
     if any(torch.nn.parameter.is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("a parameter has no shape before the model's first forward (nn.LazyLinear): call it first")
 
@@ -361,11 +357,7 @@ def _seen_larger(
 
 
 def state_after_steps(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """The state of an fp32 parameter of `shape` on the CPU when the class has stepped it some times.
-
-    Raises:
-        ConfigError: the class fails in the probe.
-    """
+    """The state of an fp32 parameter of `shape` on the CPU when a `Twin` has stepped it some times."""
     twin = Twin(optimizer, group, [seeded(shape, torch.float32, 0)])
     for step in range(_COUPLED_STEPS):  # `RAdam` does something else in its first five.
         twin.step([seeded(shape, torch.float32, step + 1)])
@@ -422,11 +414,7 @@ def same_bits_for_strides(
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Refuse what cannot be stepped one parameter at a time.
-
-    Raises:
-        ConfigError: naming the class and what about it cannot work.
-    """
+    """Raise `ConfigError` for what cannot be stepped one parameter at a time: it names the class, and the reason."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(

@@ -194,11 +194,7 @@ class OptimizerParameter:
         return self._reference() is parameter
 
     def check_unchanged(self, parameter: torch.Tensor) -> None:
-        """Refuse `parameter`, which this is of, if its size, dtype or order in memory are not what they were.
-
-        Raises:
-            SwapError: naming what changed.
-        """
+        """Raise `SwapError` if size, dtype or order in memory of `parameter`, which this is of, have changed."""
         parameter = local_of(parameter)
         if parameter.numel() != self.numel or parameter.dtype != self.dtype:
             raise self.changed(parameter)

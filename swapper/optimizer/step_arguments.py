@@ -72,11 +72,7 @@ def judge_closure_uses(optimizer: Optimizer) -> None:
 
 
 def refuse_closure_uses(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that is stepped with a closure and does more with it than can be done.
-
-    Raises:
-        ConfigError: naming what it does.
-    """
+    """Raise `ConfigError` for an optimizer that is stepped with a closure and does more with it than can be done."""
     if (why := _uses.get(optimizer)) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__}.step {why}, and swapped the closure is called once, before the first bucket; "

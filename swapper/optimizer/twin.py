@@ -39,7 +39,12 @@ _early: dict[type[Optimizer], bool] = {}
 
 
 class Twin:
-    """A twin of the user's optimizer over tensors of ours."""
+    """A twin of the user's optimizer over tensors of ours. Its methods raise `ConfigError` where the class fails.
+
+    Args:
+        memo: of copies, which is shared by twins that have an object of the user's in common.
+        settings: of each parameter alone; see `single_settings`.
+    """
 
     def __init__(
         self,
@@ -51,12 +56,6 @@ class Twin:
         memo: dict[int, Any] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        """Make one.
-
-        Args:
-            memo: of copies, which is shared by twins that have an object of the user's in common.
-            settings: of each parameter alone; see `single_settings`.
-        """
         memo = {} if memo is None else memo
         cls = type(optimizer)
         on_cpu, package = tensors[0].is_cpu, package_of(optimizer)
@@ -107,11 +106,7 @@ class Twin:
             return
 
     def step(self, gradients: Sequence[torch.Tensor | None], only: Sequence[int] | None = None) -> None:
-        """Step all parameters, or those of these numbers, each with its gradient, if it has one.
-
-        Raises:
-            ConfigError: the class fails.
-        """
+        """Step all parameters, or those of these numbers, each with its gradient, if it has one."""
         chosen = self.parameters if only is None else [self.parameters[i] for i in only]
         for parameter, gradient in zip(chosen, gradients, strict=True):
             sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
@@ -121,11 +116,7 @@ class Twin:
         self.call([self.group])
 
     def call(self, groups: list[dict[str, Any]]) -> None:
-        """Call the class's step with `groups`, whose parameters have gradients.
-
-        Raises:
-            ConfigError: the class fails.
-        """
+        """Call the class's step with `groups`, whose parameters have gradients."""
         self.optimizer.param_groups = groups
         chosen = [p for group in groups for p in group["params"]]
         try:
@@ -140,11 +131,7 @@ class Twin:
             ) from error
 
     def step_apart(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Step one parameter after the other, each with the options that the group had before, as a step has buckets.
-
-        Raises:
-            ConfigError: the class fails.
-        """
+        """Step one parameter after the other, each with the options that the group had before, as buckets are."""
         before = dict(self.group)
         after: dict[str, Any] = {}
         for i, gradient in enumerate(gradients):
