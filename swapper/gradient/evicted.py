@@ -243,19 +243,16 @@ class EvictedGradients:
         """Change gradients, in memory at once; evicted ones when they are used, if they are on disk."""
         for p in parameters:
             gradient = self._of(p)
-            if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
-                self._change_evicted(gradient, change)
-            else:
+            if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 in_memory = raw_gradient(p)
                 assert in_memory is not None
                 change(local_of(in_memory))
-
-    def _change_evicted(self, gradient: Gradient, change: Change) -> None:
-        gradient.norm = None
-        if self._store is not None or gradient.state is not GradientState.EVICTED:
-            gradient.changes.append(change)
-            return
-        self._rewrite(gradient, gradient.parts, lambda _, view: change(view))
+                continue
+            gradient.norm = None
+            if self._store is not None or gradient.state is not GradientState.EVICTED:
+                gradient.changes.append(change)
+            else:
+                self._rewrite(gradient, gradient.parts, lambda _, view: change(view))
 
     def _rewrite(
         self, gradient: Gradient, parts: list[PartRecord], change: Callable[[PartRecord, torch.Tensor], object]

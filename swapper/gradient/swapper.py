@@ -252,8 +252,8 @@ class GradientSwapper(EvictedGradients):
                 assert isinstance(p, torch.nn.Parameter)
                 if is_sharded(p):
                     swapper._after_reduction(p, sys._getframe().f_back)  # None in autograd's own thread.
-                else:
-                    swapper._after_arrival(p)
+                elif not is_distributed():
+                    swapper._count_and_arrive(swapper._of(p), p)
 
         hooks = [p.register_hook(not_compiled(before))]  # type: ignore[no-untyped-call]
         if taken or is_sharded(p):
@@ -279,10 +279,6 @@ class GradientSwapper(EvictedGradients):
             self._join_left(gradient)
             bring_back_gradients([p], (self, self._window))
             gradient.stays = raw_gradient(p) is not None
-
-    def _after_arrival(self, p: torch.nn.Parameter) -> None:
-        if not is_distributed():
-            self._count_and_arrive(self._of(p), p)
 
     def _count_and_arrive(self, gradient: Gradient | None, p: torch.nn.Parameter) -> None:
         if raw_gradient(p) is None:
