@@ -92,7 +92,7 @@ def segment_cuts(
     if numel <= numel_max:
         return ((0, numel),) if numel else ()
     if not low_precision or _pieces(numel, threads) == 1:
-        return _even_cuts(0, numel, numel_max, cut_numel)
+        return _even_cuts(numel, numel_max, cut_numel)
     return _cuts_of_chunks(numel, numel_max, threads)
 
 
@@ -131,11 +131,11 @@ def segment_keeps_bits(start: int, stop: int, numel: int, threads: int) -> bool:
     return True
 
 
-def _even_cuts(start: int, stop: int, numel_max: int, cut_numel: int) -> tuple[tuple[int, int], ...]:
-    """Fewest segments of at most `numel_max`, cut at multiples of `cut_numel` from `start`, of about one length."""
-    units = -(-(stop - start) // cut_numel)
+def _even_cuts(numel: int, numel_max: int, cut_numel: int) -> tuple[tuple[int, int], ...]:
+    """Fewest segments of at most `numel_max`, cut at multiples of `cut_numel`, of about one length."""
+    units = -(-numel // cut_numel)
     count = -(-units // (numel_max // cut_numel))
-    edges = [start + units * i // count * cut_numel for i in range(count)] + [stop]
+    edges = [units * i // count * cut_numel for i in range(count)] + [numel]
     return tuple(itertools.pairwise(edges))
 
 

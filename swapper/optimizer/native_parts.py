@@ -49,11 +49,6 @@ class Placement:
         """True if `segment` has the state that this was found for, and its parameter these strides."""
         return self.present == segment.present and self.keys == tuple(segment.keys) and self.stride == stride
 
-    def addresses(self, segment: Segment, record: int) -> list[int]:
-        """The address of each of `large`, in a record at the address `record`."""
-        locations = segment.locations
-        return [record + locations[key].offset_bytes for key in self.large]
-
     def small_of(self, segment: Segment) -> Mapping[str, Any] | None:
         """The state of `segment` that is not `large`; None if it is not only numbers, strings and their like."""
         small = {key: segment.small[key] for key in self.rest}
@@ -189,7 +184,8 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
             return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
 
         encoded = [opened.encoded_state(segment, key) for key in keys] if segment.encoded else ()
-        return Parts(values, gradient, keys, placed.addresses(segment, address), stored, small, encoded)
+        addresses = [address + segment.locations[key].offset_bytes for key in keys]
+        return Parts(values, gradient, keys, addresses, stored, small, encoded)
     if segment.encoded:
         return None  # The class's way decodes what it has.
     return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
