@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -452,15 +452,16 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
 
 def _tried_together_and_apart(
     optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], steps: int, size: float
-) -> Iterator[tuple[Twin, Twin]]:
+) -> tuple[Twin, Twin, StateBefore]:
     """Two twins over copies of `start`, one stepped at once, the other one parameter after the other.
 
-    Yields:
-        Both before each step, and after the last.
+    Returns:
+        Both after the last step, and the state of the first when half of the steps were made.
     """
     together, apart = (Twin(optimizer, group, [t.clone() for t in start]) for _ in range(2))
     for step in range(steps):
-        yield together, apart
+        if step == steps // 2:
+            state_before = StateBefore(together.optimizer)
         # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
         gradients = [
             scale * size * (seeded(t.shape, t.dtype, seed) + 0.3 * seeded(t.shape, t.dtype, seed + step + 1))
@@ -468,7 +469,7 @@ def _tried_together_and_apart(
         ]
         together.step(gradients)
         apart.step_apart(gradients)
-    yield together, apart
+    return together, apart, state_before
 
 
 def _groups_of(*twins: Twin) -> list[dict[str, Any]]:
@@ -499,7 +500,7 @@ def _agrees_when_late(optimizer: Optimizer, group: dict[str, Any], start: Sequen
 def _agrees_at(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], size: float) -> bool:
     """True if it does with gradients of this size: a class may look at all of them from some norm on."""
     try:
-        *_, (together, apart) = _tried_together_and_apart(optimizer, group, start, _STEPS, size)
+        together, apart, _ = _tried_together_and_apart(optimizer, group, start, _STEPS, size)
     except ConfigError:  # It takes none of this size.
         return True
     return _agree(together, apart)
@@ -511,10 +512,7 @@ def _refuse_coupling(
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    pairs = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
-    for step, (together, apart) in enumerate(pairs):  # noqa: B007
-        if step == _COUPLED_STEPS // 2:
-            state_before = StateBefore(together.optimizer)
+    together, apart, state_before = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
     found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))
     with torch.no_grad():  # Views of parameters that a step has made are among them.
         changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
