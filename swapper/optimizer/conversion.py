@@ -35,10 +35,8 @@ class Conversion:
 
     def __init__(self, optimizer: Optimizer, owner: OptimizerSwapper) -> None:
         self.own_state: defaultdict[torch.Tensor, Any] = optimizer.state
-        self._optimizer_ref = weakref.ref(optimizer)
         self._state = GuardedState(owner)
-        self._replaces_step = False
-        self._replaced: tuple[str, ...] = ()
+        self._replaced: tuple[str, ...] = ()  # names of methods
         self._former: dict[str, Any] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -51,7 +49,7 @@ class Conversion:
         Raises:
             SwapError: it has something else, or entries that stand for state on disk.
         """
-        if not self._replaces_step or optimizer.state is self._state:
+        if not self._replaced or optimizer.state is self._state:
             return None
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         state: object = optimizer.state
@@ -94,7 +92,7 @@ class Conversion:
 
         A class's own `load_state_dict` may look at what torch's has loaded, and change it.
         """
-        optimizer_ref = self._optimizer_ref
+        optimizer_ref = weakref.ref(optimizer)
 
         @not_compiled  # Of a loop that torch compiles the step is no part.
         @Optimizer.profile_hook_step
@@ -116,7 +114,6 @@ class Conversion:
             methods["load_state_dict"] = loaded
         self._replaced = tuple(methods)
         self._former = {name: vars(optimizer)[name] for name in methods if name in vars(optimizer)}
-        self._replaces_step = True
         vars(optimizer).update(methods, swapper=swapper, state=self._state)
         self._hooks.append(optimizer.register_state_dict_post_hook(on_state_dict, prepend=True))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(on_load))
@@ -131,7 +128,7 @@ class Conversion:
             optimizer.state = self.own_state
         if vars(optimizer).get("swapper") is not swapper:
             return
-        if self._replaces_step:
+        if self._replaced:
             for name in self._replaced:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(self._former)
