@@ -24,8 +24,9 @@ from swapper.optimizer.device_codec import join_on_device, split_on_device, sum_
 from swapper.optimizer.device_slots import DeviceSlots, Slot
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.records import Masters, OpenBucket
-from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
 from swapper.storage.buffers import Lease
+from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
 __all__ = ["DeviceBucket", "checksums_to_host", "edited_on_device"]
 
@@ -216,11 +217,13 @@ def edited_on_device(segments: Sequence[Segment]) -> torch.Tensor | bool:
     return torch.stack(found).any() if found else False
 
 
-def checksums_to_host(segments: Iterable[Segment]) -> None:
-    """Have checksums of the host where there are sums on the device. Waits for that."""
-    for segment in segments:
-        if isinstance(segment.checksum, torch.Tensor) and not segment.is_hole:
-            bits = segment.slice_of(segment.local.detach())
-            same = sum_of_bits(bits).item() == segment.checksum.item()  # They may be on two devices: see `moved`.
-            crc = checksum(bits.cpu().contiguous())
-            segment.checksum = crc if same else crc ^ 0xFFFFFFFF  # Of no parameter that anybody knows.
+def checksums_to_host(parameters: Iterable[OptimizerParameter]) -> None:
+    """Have checksums of the host for the masters of `parameters`. Waits for the device they are on."""
+    with modes_kept():
+        set_grad_mode(False)
+        for segment in (segment for of in parameters for segment in of.segments):
+            if isinstance(segment.checksum, torch.Tensor) and not segment.is_hole:
+                bits = segment.slice_of(segment.local.detach())
+                same = sum_of_bits(bits).item() == segment.checksum.item()  # They may be on two devices: see `moved`.
+                crc = checksum(bits.cpu().contiguous())
+                segment.checksum = crc if same else crc ^ 0xFFFFFFFF  # Of no parameter that anybody knows.

@@ -8,7 +8,7 @@ import functools
 import mmap
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class StateRecords:
         }
         reached = {bucket.key.number: bucket for of in states for bucket in of.buckets}
         buckets = [reached[number] for number in sorted(reached)]  # In the order of the plan.
-        self.checksums_to_host(states)
+        checksums_to_host(states)
         show = len(buckets) > 1 and self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         self.bucket_records.release_live()
         try:
@@ -151,12 +151,6 @@ class StateRecords:
             bucket.used_bytes() if self.store is None or bucket.packing is None else self.store.stored_bytes(bucket.key)
             for bucket in buckets
         )
-
-    def checksums_to_host(self, parameters: Iterable[OptimizerParameter]) -> None:
-        """Have checksums of the host for the masters of `parameters`. Waits for the device they are on."""
-        with modes_kept():
-            set_grad_mode(False)
-            checksums_to_host(segment for of in parameters for segment in of.segments)
 
     @contextlib.contextmanager
     def giving(self, given: GivenState) -> Iterator[None]:

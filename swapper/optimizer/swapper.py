@@ -20,6 +20,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.metrics import Metrics, Moves, Stats, moves_of
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
 from swapper.optimizer.conversion import Conversion
+from swapper.optimizer.device_records import checksums_to_host
 from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
@@ -297,7 +298,7 @@ class OptimizerSwapper:
         self._prepare(operation)
         self.flush()
         self._records.bucket_records.wait_for_resets()
-        self._records.checksums_to_host(self._plan.planned())
+        checksums_to_host(self._plan.planned())
         return self._records
 
     def restore(
