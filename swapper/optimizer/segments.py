@@ -164,8 +164,7 @@ class OptimizerParameter:
     @property
     def local(self) -> torch.Tensor:
         """The values that are stepped: `parameter`, or of a DTensor its local tensor. See `local_of`."""
-        parameter = self._reference()
-        assert parameter is not None, "the parameter is gone"
+        parameter = self.parameter
         return parameter if type(parameter) is torch.nn.Parameter else local_of(parameter)
 
     @property

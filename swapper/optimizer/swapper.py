@@ -473,7 +473,7 @@ class OptimizerSwapper:
         if self._stepper.entered:  # Of a window that was under way. Last: writes that were put off may fail here.
             self._stepper.abandon()
 
-    # --- `StateOwner`, of what `optimizer.state` shows -------------------------------------------------------------
+    # --- What `optimizer.state` asks -------------------------------------------------------------------------------
 
     def parameters_with_state(self) -> list[torch.nn.Parameter]:
         """The parameters in groups that have state, in the order in which they were planned.
@@ -578,10 +578,8 @@ class OptimizerSwapper:
 
     def _forget_records(self) -> None:
         self._arrivals.drop_window()
+        self._records.forget()
         self._follower.forget(self._plan.buckets)
-        for bucket in self._plan.buckets:
-            for segment in bucket.segments:
-                segment.forget()
 
     def _release_part(self) -> None:
         try:
