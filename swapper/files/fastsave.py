@@ -116,10 +116,11 @@ def save(
         Exception: what pickling raises.
     """
     prepared = Prepared(obj, pickle_module, pickle_protocol, stage_later=not background)
+    streams = current_streams(prepared.devices) if background else []
     output = OutputFile(path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle)
 
     def write() -> None:
-        with output:
+        with output, on_streams(streams):  # In a thread: they may still have to compute what is saved.
             prepared.write(output)
             output.commit()
 
@@ -127,13 +128,7 @@ def save(
         write()
         return None
     try:
-        streams = current_streams(prepared.devices)
-
-        def write_after_streams() -> None:
-            with on_streams(streams):  # They may still have to compute what is saved.
-                write()
-
-        return SaveHandle(output.path, write_after_streams)
+        return SaveHandle(output.path, write)
     except BaseException:
         output.discard()
         raise
