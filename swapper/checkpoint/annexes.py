@@ -44,7 +44,6 @@ from swapper.storage.atomic import MARK, MarkedDirectory, all_at_once, locked_di
 from swapper.storage.runs import boot_id, run_directory_of
 
 __all__ = [
-    "ANNEX",
     "Adopt",
     "AnnexPaths",
     "NewAnnex",

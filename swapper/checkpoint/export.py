@@ -39,7 +39,7 @@ from swapper.storage.atomic import NewDirectory, remove_tree
 from swapper.tensors.dtypes import DTYPES
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
-__all__ = ["Exported", "Format", "export_checkpoint"]
+__all__ = ["Exported", "export_checkpoint"]
 
 Format = Literal["torch", "safetensors", "dcp", "lightning"]
 

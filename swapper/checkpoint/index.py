@@ -20,10 +20,7 @@ from swapper.io.checksums import checksum
 __all__ = [
     "INDEX",
     "START",
-    "VALUES",
-    "Glance",
     "Index",
-    "Look",
     "SavedAnnex",
     "SavedBucket",
     "SavedFile",

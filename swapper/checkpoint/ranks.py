@@ -58,7 +58,7 @@ from swapper.optimizer.plan import parameters_of
 from swapper.storage.agreement import agreed, exchanged, gathered_by_first, rank_count, rank_of_process
 from swapper.tensors.sharded import Box, box_of, part_name
 
-__all__ = ["Saved", "joined", "new_checkpoint", "publish", "remove_together", "save_part"]
+__all__ = ["joined", "new_checkpoint", "publish", "remove_together", "save_part"]
 
 log = logging.getLogger(__name__)
 

@@ -53,7 +53,6 @@ __all__ = [
     "stored_state_dict",
     "with_metadata",
     "write_for_others",
-    "write_memory",
 ]
 
 log = logging.getLogger(__name__)
@@ -161,20 +160,14 @@ def save_tensors(
         new.add_records(vars(model)["swapper"].store, files)
     for name in saved.tensors:
         del memory[name]
-    if parts is not None:
-        write_memory({**memory, **parts}, new, saved)  # Tools of others cannot put them together.
-        return saved
-    write_memory(memory, new, saved)
-    write_for_others(model, new, saved.tensors)
-    return saved
-
-
-def write_memory(memory: Mapping[str, torch.Tensor], new: NewCheckpoint, saved: SavedModel) -> None:
-    """Write tensors that are in no records, and describe them in `saved`. Evicted ones come one by one."""
-    if memory:
+    memory |= parts or {}
+    if memory:  # Evicted ones come one by one.
         file = new.name_of("model", "memory")
         for name, crc in new.write_tensors(file, memory).items():
             saved.tensors[name] = _described(file, memory[name], crc)
+    if parts is None:  # Else tools of others could not put them together.
+        write_for_others(model, new, saved.tensors)
+    return saved
 
 
 def flat_state_dict(model: torch.nn.Module) -> OrderedDict[str, Any]:
