@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 
@@ -36,7 +36,6 @@ from swapper.files.packed_tensors import (
 from swapper.files.tensor_files import StoredTensor, TensorReader, parse_json, read_metadata, read_small
 from swapper.files.weights import PACKED_INDEX, find_weights, newest_snapshot
 from swapper.io.bf16_packing import pack_bf16, packed_bytes_most
-from swapper.io.handle import AsyncIOHandle
 from swapper.io.host_memory import bytes_of
 from swapper.progress import progress_bar
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, round_up
@@ -179,7 +178,7 @@ def _convert(
     changed = to_bytes = 0
     weight_map: dict[str, str] = {}
     bar = progress_bar("packing weights" if packs else "unpacking weights", total_bytes)
-    with bar as done, closing(TensorReader(AsyncIOHandle(), done)) as reader, NewDirectory(target) as new:
+    with bar as done, closing(TensorReader(done)) as reader, NewDirectory(target) as new:
         written = _copy_others(root, new.path)
         for path, here in files.items():
             name = _renamed(path, root, packs=packs)
@@ -187,11 +186,11 @@ def _convert(
             with system_errors("write", made):
                 made.parent.mkdir(parents=True, exist_ok=True)
                 with open(made, "xb") as file:
-                    result = _write_file(file, made, path, here, chosen, reader)
+                    names, length_bytes, count = _write_file(file, path, here, chosen, reader)
             written.append(made)
-            changed += result.changed
-            to_bytes += result.length_bytes
-            weight_map |= dict.fromkeys(result.names, name)
+            changed += count
+            to_bytes += length_bytes
+            weight_map |= dict.fromkeys(names, name)
         if packs or list(weight_map.values()).count(_SINGLE) < len(weight_map):
             index = new.path / (PACKED_INDEX if packs else _INDEX)
             with system_errors("write", index):
@@ -243,23 +242,18 @@ def _copy_others(root: Path, to: Path) -> list[Path]:
     return copies
 
 
-class _Written(NamedTuple):
-    """The content of a file: names in it, bytes of its tensors, and how many were changed."""
-
-    names: list[str]
-    length_bytes: int
-    changed: int
-
-
 def _write_file(
     file: IO[bytes],
-    made: Path,
     source: Path,
     tensors: Sequence[StoredTensor | PackedTensor],
     chosen: set[StoredTensor],
     reader: TensorReader,
-) -> _Written:
-    """Write the tensors of one file of weights to another."""
+) -> tuple[list[str], int, int]:
+    """Write the tensors of one file of weights to another.
+
+    Returns:
+        Names in it, bytes of its tensors, and how many were changed.
+    """
     metadata = {key: text for key, text in read_metadata(source).items() if key != METADATA_KEY}
     metadata.setdefault("format", "pt")
     room = round_up(8 + _longest_header(metadata, tensors), PAGE_BYTES) - 8
@@ -294,12 +288,11 @@ def _write_file(
     length_bytes = file.tell() - 8 - room
     if packed:
         metadata[METADATA_KEY] = json.dumps({"encoding": ENCODING, "tensors": packed})
-    names = list(table)
     header = json.dumps({"__metadata__": metadata, **table}).encode()
     assert len(header) <= room
     file.seek(0)
     file.write(room.to_bytes(8, "little") + header.ljust(room))
-    return _Written(names, length_bytes, changed)
+    return list(table), length_bytes, changed
 
 
 def _entry(dtype: str, shape: list[int], start: int) -> dict[str, Any]:
