@@ -32,7 +32,6 @@ from swapper.checkpoint.index import (
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.io.checksums import checksum, join_checksums
-from swapper.io.handle import AsyncIOHandle
 from swapper.storage.atomic import is_being_written
 from swapper.tensors.dtypes import stored_dtype
 
@@ -101,7 +100,7 @@ class Checkpoint:
         for name in self.index.files if check_files else ():
             if self.reaches(name):
                 self.check_file(name)
-        self.reader = TensorReader(AsyncIOHandle(), lambda _: None)
+        self.reader = TensorReader()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -239,10 +238,7 @@ class Checkpoint:
         """
         stored = self.tensor(self.index.model.tensors[name].file, name)
         dtype, shape = self.model_spec(name)
-        if (
-            stored.dtype != stored_dtype(dtype)
-            or stored.stop_bytes - stored.start_bytes != math.prod(shape) * dtype.itemsize
-        ):
+        if stored.dtype != stored_dtype(dtype) or stored.length_bytes != math.prod(shape) * dtype.itemsize:
             raise SwapError(f"{stored.path}: tensor {name!r} is not what the index says; the checkpoint is damaged")
         return replace(stored, dtype=dtype, shape=shape)
 

@@ -23,7 +23,6 @@ from swapper.files.packed_tensors import PackedTensor, recipe_of
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.files.unread import Step, evaluate, sources_of
 from swapper.files.weights import find_weights
-from swapper.io.handle import AsyncIOHandle
 from swapper.tensors.inner import Inner, has_own_class, inner_tensors, is_wrapper
 
 __all__ = ["ModelWeights", "match_weights"]
@@ -65,7 +64,7 @@ class ModelWeights:
         Raises:
             SwapIOError: a file could not be read.
         """
-        with closing(TensorReader(AsyncIOHandle(), lambda length_bytes: None)) as reader:
+        with closing(TensorReader()) as reader:
             return [self._read(reader, tensor) for tensor in tensors]
 
     def _read(self, reader: TensorReader, tensor: torch.Tensor) -> torch.Tensor:

@@ -220,13 +220,13 @@ class TensorReader:
     """Reads tensors of files, one at a time. After `close` each read opens its file anew.
 
     Attributes:
-        handle: reads; closed by `close`.
         done: called with the number of bytes of each tensor.
+        handle: reads; closed by `close`.
         failure: the first error. torch replaces an error in `load_state_dict` by a sentence of its own.
     """
 
-    handle: AsyncIOHandle
-    done: Callable[[int], object]
+    done: Callable[[int], object] = lambda _: None
+    handle: AsyncIOHandle = field(default_factory=AsyncIOHandle)
     files: dict[Path, File] = field(default_factory=dict)
     failure: BaseException | None = None
     closed: bool = False
@@ -248,7 +248,7 @@ class TensorReader:
         and `torch.save` writes storages in whole.
         """
         if self.closed:
-            with contextlib.closing(TensorReader(AsyncIOHandle(), self.done)) as again:
+            with contextlib.closing(TensorReader(self.done)) as again:
                 return again.read_bytes(path, start_bytes, stop_bytes)
         try:
             with system_errors("open", path):

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from swapper.errors import SwapError
 from swapper.files.tensor_files import StoredTensor, TensorReader
-from swapper.io.handle import AsyncIOHandle
 
 __all__ = [
     "InPlaceOperator",
@@ -319,7 +318,7 @@ def _as_it_is(values: torch.Tensor) -> torch.Tensor:
 
 
 def _read_now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with closing(TensorReader(AsyncIOHandle(), lambda length_bytes: None)) as reader:
+    with closing(TensorReader()) as reader:
         args, kwargs = tree_map(
             lambda item: evaluate(item.recipe, reader.read) if isinstance(item, Unread) else item, (args, kwargs)
         )

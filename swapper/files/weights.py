@@ -17,7 +17,6 @@ from swapper.errors import ConfigError, SwapError, SwapIOError, path_given, show
 from swapper.files.packed_tensors import PackedTensor, names_in_file, read_tensors, recipe_of
 from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_small
 from swapper.files.unread import evaluate
-from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.unfilled import is_unfilled
@@ -148,7 +147,7 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     tensors = find_weights(path)
     _refuse_complex(model, tensors)
     total_bytes = sum(tensor.length_bytes for tensor in tensors)
-    with progress_bar("loading weights", total_bytes) as done, closing(TensorReader(AsyncIOHandle(), done)) as reader:
+    with progress_bar("loading weights", total_bytes) as done, closing(TensorReader(done)) as reader:
         state = {
             tensor.name: EvictedView(
                 FromFile(reader, tensor.shape, tensor.dtype, partial(evaluate, recipe_of(tensor), reader.read))

@@ -24,7 +24,7 @@ from torch import nn
 from twins import adamw, bits, close, config_for, offloaded, on_meta, small_records, swapper_of, values_of
 
 import swapper
-from swapper.files.tensor_files import read_header
+from swapper.files.tensor_files import TensorReader, read_header
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 
 MakeModel = Callable[[], nn.Module]
@@ -354,7 +354,8 @@ def test_a_read_that_fails_is_raised_as_it_is(
     plan.fail_read_at = at
     model = swapped(nvme_path, Mlp, "built")
     with monkeypatch.context() as patch:
-        patch.setattr("swapper.files.weights.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        reader = functools.partial(TensorReader, handle=AsyncIOHandle(faults=plan))
+        patch.setattr("swapper.files.weights.TensorReader", reader)
         with pytest.raises(swapper.SwapIOError) as caught:
             swapper.load_safetensors(model, path)
     assert caught.value.errno == errno.EIO

@@ -16,7 +16,6 @@ import swapper
 from swapper.files.recipe_parts import pieces_of
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.files.unread import Step, Unread, evaluate, sources_of, write_values
-from swapper.io.handle import AsyncIOHandle
 
 Convert = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -83,7 +82,7 @@ def test_what_is_converted_before_it_is_read_has_the_same_bits(seed: int, tmp_pa
     found = convert([Unread.of_file(stored[name]) for name in values])
     assert type(found) is Unread
     assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-    reader = TensorReader(AsyncIOHandle(), lambda length_bytes: None)
+    reader = TensorReader()
 
     def read(tensor: StoredTensor) -> torch.Tensor:
         return reader.read(tensor)
