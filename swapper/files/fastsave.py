@@ -245,9 +245,7 @@ class _StorageTable:
         return ("storage", kind, self._keys[identity], location_tag(storage), numel)
 
 
-def _pickled(
-    obj: object, pickle_module: Any, protocol: int, stage_later: bool = False
-) -> tuple[bytes, list[_AnyStorage]]:
+def _pickled(obj: object, pickle_module: Any, protocol: int, stage_later: bool) -> tuple[bytes, list[_AnyStorage]]:
     """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
 
     Args:
