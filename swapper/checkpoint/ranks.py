@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from swapper.checkpoint.additions import state_dict_of
 from swapper.checkpoint.annexes import Adopt, OldAnnex, Outcome, annexes_of, host, remove_annexes, report_left
 from swapper.checkpoint.directories import remove_replaced
+from swapper.checkpoint.doubles import drop_doubles
 from swapper.checkpoint.index import (
     SavedAnnex,
     SavedFile,
@@ -42,7 +43,6 @@ from swapper.checkpoint.index import (
     SavedSegment,
     SavedWhole,
 )
-from swapper.checkpoint.reader import drop_doubles
 from swapper.checkpoint.saved_shards import ShardedModel
 from swapper.checkpoint.state_writer import (
     digest_of_options,

@@ -9,33 +9,20 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
 
 from swapper.checkpoint.annexes import AnnexPaths
-from swapper.checkpoint.index import (
-    INDEX,
-    START,
-    Index,
-    SavedFile,
-    SavedHole,
-    SavedModel,
-    SavedOptimizer,
-    SavedSegment,
-    open_index,
-    read_index,
-    values_file,
-    with_checksum,
-)
+from swapper.checkpoint.doubles import choose_copies, drop_doubles
+from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, values_file, with_checksum
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.io.checksums import checksum, join_checksums
 from swapper.storage.atomic import is_being_written
 from swapper.tensors.dtypes import stored_dtype
 
-__all__ = ["Checkpoint", "drop_doubles"]
+__all__ = ["Checkpoint"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -94,7 +81,7 @@ class Checkpoint:
         self._verified: set[str] = set()
         self.annexes = AnnexPaths(self.directory, self.index.annexes, annexes, unfinished=unfinished)
         if self.index.annexes:
-            _choose_copies(self.index.model, self.reaches)
+            choose_copies(self.index.model, self.reaches)
             for optimizer in self.index.optimizers:
                 drop_doubles(optimizer, self.reaches)
         for name in self.index.files if check_files else ():
@@ -260,59 +247,3 @@ class Checkpoint:
         file = values_file(name)
         self.verify(file)
         return self.reader.read(self.tensor(file, name))
-
-
-# --- The choice among copies -----------------------------------------------------------------------------------------
-#
-# Ranks that have cut what several have in different ways write some slices of state twice. And with annexes each host
-# has of what several hosts have a copy of its own, which it loads without the others. A reader takes one.
-
-
-class _Slice(NamedTuple):
-    """A slice of a part of a parameter, and where it is: in which bucket, as which of its segments."""
-
-    start: int
-    stop: int
-    bucket: int
-    number: int
-
-
-def drop_doubles(optimizer: SavedOptimizer, reaches: Callable[[str], bool] = lambda _: True) -> None:
-    """Leave one of the slices of state that are there twice; the others become holes.
-
-    Args:
-        reaches: True of a file that can be read. Where those make up all of a parameter, no other is left.
-    """
-    found: dict[int, list[_Slice]] = {}
-    for b, bucket in enumerate(optimizer.buckets):
-        for i, segment in enumerate(bucket.segments):
-            if isinstance(segment, SavedSegment):
-                found.setdefault(segment.parameter, []).append(_Slice(segment.start, segment.stop, b, i))
-    for parameter, slices in found.items():
-        near = [each for each in slices if (file := optimizer.buckets[each.bucket].file) is None or reaches(file)]
-        shape = optimizer.parameters[parameter].shape if parameter < len(optimizer.parameters) else None
-        is_whole = bool(near) and shape is not None and _chain(near)[1] == math.prod(shape)
-        kept = {*(_chain(near if is_whole else slices)[0])}
-        for each in slices:
-            if each not in kept:
-                segments = optimizer.buckets[each.bucket].segments
-                segments[each.number] = SavedHole(hole=True, tie_bits=segments[each.number].tie_bits)
-
-
-def _chain(slices: Sequence[_Slice]) -> tuple[list[_Slice], int]:
-    """Slices of which each begins where the one before has ended, and where the last ends."""
-    kept: list[_Slice] = []
-    at = 0
-    for each in sorted(slices, key=lambda each: (each.start, -each.stop)):
-        if each.start == at and (not kept or each.stop > at):
-            kept.append(each)
-            at = each.stop
-    return kept, at
-
-
-def _choose_copies(model: SavedModel, reaches: Callable[[str], bool]) -> None:
-    """Let tensors whose file cannot be read be in another that can, where there is one."""
-    for name, copies in model.copies.items():
-        for copy in copies:
-            if name in model.tensors and not reaches(model.tensors[name].file) and reaches(copy.file):
-                model.tensors[name] = copy
