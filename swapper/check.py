@@ -18,7 +18,7 @@ from swapper.errors import ConfigError
 from swapper.gradient.records import can_leave, can_round, file_bytes
 from swapper.optimizer.device_slots import SLOTS
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.parameter.candidates import tensors_of
+from swapper.parameter.candidates import length_bytes, tensors_of
 from swapper.parameter.records import ParameterPlan
 from swapper.session import drive_speeds, why_not_direct
 from swapper.sizes import format_bytes
@@ -238,7 +238,7 @@ def make_report(
     evicted = {id(p) for parts in leaving for p, _, _ in parts}
     in_memory = [tensor for tensor in tensors_of(model) if tensor not in swapped]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
-    model_bytes = sum(local_of(tensor).nbytes for tensor in in_memory)
+    model_bytes = sum(length_bytes(local_of(tensor)) for tensor in in_memory)
     host_bytes = 0 if device_bytes or any(plan.on_accelerator for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:

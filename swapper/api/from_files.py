@@ -18,6 +18,7 @@ from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Unread, sources_of, write_values
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.building import device_of
+from swapper.parameter.candidates import length_bytes
 from swapper.parameter.conversions import Conversion, InPlace, Source
 from swapper.parameter.from_files import FileParameters, FilePlan, plan_from_files
 from swapper.parameter.records import check_torch
@@ -100,7 +101,7 @@ def check_from_files(
     room_bytes, total_bytes = budget.shares().parameters, plan.needs.total_bytes
     longest_bytes = max((record.length_bytes for record in plan.records), default=0)
     read_bytes = min(total_bytes, total_bytes - room_bytes + 2 * longest_bytes) if total_bytes > room_bytes else 0
-    model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor not in moved)
+    model_bytes = sum(length_bytes(each) for each in (*model.parameters(), *model.buffers()) if each not in moved)
     report = CheckReport(
         parameter_numel=sum(p.numel() for p in model.parameters()),
         model_bytes=model_bytes,

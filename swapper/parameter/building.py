@@ -204,7 +204,7 @@ class ModelBuilder(ParameterOwner):
                 mark_unfilled(tensor, new[tensor])
 
     def _wait(self, parameter: torch.Tensor, name: str) -> None:
-        if home_of(parameter) is None and parameter.device == self._device:
+        if home_of(parameter) is None and parameter.device == self._device and parameter.layout is torch.strided:
             self._waiting[id(parameter)] = weakref.ref(parameter), name
             self._added_bytes += parameter.nbytes
 
@@ -225,9 +225,10 @@ class ModelBuilder(ParameterOwner):
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
-        if home_of(parameter) is not None or parameter.device != self._device or parameter.nbytes < SMALL_BYTES:
+        if home_of(parameter) is not None or parameter.device != self._device:
             return
-        if not is_ordinary(parameter) or why_not(parameter):  # One of a class of others may still be made another.
+        # One of a class of others may still be made another. A sparse one, which cannot be moved, has no `nbytes`.
+        if not is_ordinary(parameter) or why_not(parameter) or parameter.nbytes < SMALL_BYTES:
             return
         # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
         owner, former, _ = BY_ADDRESS.get((parameter.device, parameter.data_ptr()), (None, None, 0))

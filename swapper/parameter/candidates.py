@@ -27,6 +27,7 @@ __all__ = [
     "SMALL",
     "Candidate",
     "candidates_of",
+    "length_bytes",
     "memory_of",
     "modules_with_tensors",
     "names_by_storage",
@@ -56,6 +57,7 @@ _ADVICE = {
     "its class is": "of tensor subclasses only those can be moved that have __tensor_flatten__, as torchao's, and "
     "those of bitsandbytes: quantise the model with one of these, or use ordinary parameters",
     "its dtype is": "convert the model to another dtype, as with model.to(torch.bfloat16)",
+    "its layout is": "only dense tensors are moved: make it one (to_dense), if it has few zeros",
     "it was made in inference mode": "make the model outside of torch.inference_mode, and use it there",
     "it is no parameter": "register it as a parameter, or detach it",
     "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
@@ -66,6 +68,16 @@ _ADVICE = {
     "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
 }
 """Advice about a parameter that stays, by the beginning of the reason."""
+
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+"""The methods that give the memory of a tensor, by its layout."""
 
 SHORT_BYTES = 4096
 """Tables of less, beside the codes of a parameter of bitsandbytes, stay in memory: some are shared by a whole model."""
@@ -106,7 +118,9 @@ def why_not(tensor: torch.Tensor, device: torch.device | None = None) -> str:
     known = is_ordinary(tensor) or has_own_class(tensor) if is_parameter else type(tensor) is torch.Tensor
     if not known or not is_plain(tensor) or is_evicted(tensor):
         return f"its class is {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or not is_dense(tensor):
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if not is_dense(tensor):
         return "its elements do not lie densely in memory"
     if tensor.dtype not in NAMES or tensor.is_quantized:
         return f"its dtype is {tensor.dtype}"
@@ -233,12 +247,10 @@ def summary_of_what_stays(
             # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
             kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
             names_by_reason.setdefault(kind, []).append(name)
-    moved_bytes += sum(_length_bytes(tensors[name]) for name, reason in stays.items() if reason in (ALREADY, SMALL))
+    moved_bytes += sum(length_bytes(tensors[name]) for name, reason in stays.items() if reason in (ALREADY, SMALL))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in tensors}
-    buffer_bytes = sum(map(_length_bytes, buffers.values()))
-    bytes_of = {
-        reason: sum(_length_bytes(tensors[name]) for name in names) for reason, names in names_by_reason.items()
-    }
+    buffer_bytes = sum(map(length_bytes, buffers.values()))
+    bytes_of = {reason: sum(length_bytes(tensors[name]) for name in names) for reason, names in names_by_reason.items()}
     kept_bytes = sum(bytes_of.values())
     most = kept_bytes + buffer_bytes > moved_bytes and (names_by_reason or buffer_bytes >= notable_bytes)
     if not names_by_reason and not most:
@@ -265,10 +277,13 @@ def summary_of_what_stays(
     return text
 
 
-def _length_bytes(tensor: torch.Tensor) -> int:
+def length_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor of any class and layout; 0 of a lazy one."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
+        return sum(length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    if (parts := _SPARSE.get(tensor.layout)) is not None:  # `nbytes` is not defined, or that of a dense one.
+        return sum(getattr(tensor, part)().nbytes for part in parts)
+    with contextlib.suppress(NotImplementedError, RuntimeError):
         return tensor.nbytes
     return 0
 

@@ -357,6 +357,22 @@ def test_parameters_that_are_short_wait_in_memory(nvme_path: Path) -> None:
     assert away(model) == ["0.weight"]
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_parameters_stay_in_memory(layout: torch.layout, nvme_path: Path) -> None:
+    config = config_for(nvme_path)
+    with swapper.init(config):
+        model = nn.Sequential(nn.Linear(64, 64))
+        sparse = torch.eye(64).to_sparse(layout=layout)
+        model.register_parameter("sparse", nn.Parameter(sparse, requires_grad=False))
+    assert away(model) == ["0.weight"]
+    swapper.offload(model, config=config)
+    assert model.swapper.stays["sparse"] == f"its layout is {layout}"  # type: ignore[operator, union-attr]
+    assert type(model.sparse) is nn.Parameter
+    assert torch.equal(model.sparse.to_dense(), torch.eye(64))
+    model.swapper.close()  # type: ignore[operator, union-attr]
+
+
 def test_a_model_on_the_meta_device_stays_there(nvme_path: Path) -> None:
     with swapper.init(config_for(nvme_path)), torch.device("meta"):
         model = Mlp()

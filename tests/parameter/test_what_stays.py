@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import nn
 from twins import bits, config_for, small_records, swapper_of, values_of
 
 import swapper
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
 
 MakeModel = Callable[[], nn.Module]
 
@@ -78,11 +82,29 @@ def of_inference(layer: nn.Module, w: torch.Tensor) -> None:
         layer.weight = nn.Parameter(w.clone())
 
 
+def sparse(layout: torch.layout, layer: nn.Module, w: torch.Tensor) -> None:
+    options: dict[str, Any] = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    layer.weight = nn.Parameter(w.to_sparse(layout=layout, **options), requires_grad=False)
+
+
 WEIGHT_BYTES = 5 * WIDTH * WIDTH
 STAYING: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], str, int]] = {
     "a class": (subclass, "its class is Int8Tensor; of tensor subclasses only those", WEIGHT_BYTES + 5 * 4),
     "fnuz": (lambda m, w: float8(torch.float8_e4m3fnuz, m, w), r"its dtype is torch\.float8_e4m3fnuz", WEIGHT_BYTES),
     "inference": (of_inference, r"made in inference mode; make the model outside of", 4 * WEIGHT_BYTES),
+    # Each element has two indices and four bytes; or one index, as have beginning and end of each row; or one for four.
+    "coo": (partial(sparse, torch.sparse_coo), r"its layout is torch\.sparse_coo; only dense", 20 * WEIGHT_BYTES),
+    **{
+        str(layout): (
+            partial(sparse, layout),
+            rf"its layout is {re.escape(str(layout))}; only dense tensors are moved",
+            (4 + 8 // size**2) * WEIGHT_BYTES + 5 * 8 * (WIDTH // size + 1),
+        )
+        for layout, size in (
+            *((torch.sparse_csr, 1), (torch.sparse_csc, 1)),
+            *((torch.sparse_bsr, 2), (torch.sparse_bsc, 2)),
+        )
+    },
 }
 
 
@@ -100,8 +122,6 @@ def test_most_of_a_model_stays(kind: str, nvme_path: Path, caplog: pytest.LogCap
         f"{shown(length_bytes)} in 5 of 7 parameters (layers.0.weight, layers.1.weight, layers.2.weight and 2 more)"
         in message
     )
-    import re
-
     assert re.search(reason, message) and "model.swapper.stays" in message
     assert set(swapper_of(model).stays) == {f"layers.{i}.weight" for i in range(5)}
     swapper_of(model).close()
