@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--native", choices=["auto", "on", "off"], nargs="+", default=["auto", "off"])
     parser.add_argument("--save", action="store_true", help="keep the result in results/")
-    parser.add_argument("--json", help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     with torch.device("meta"):
         shapes = [p.shape for p in GPT(SIZES[arguments.size], arguments.vocab_size).parameters()]

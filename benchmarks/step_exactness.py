@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     parser.add_argument("--save", action="store_true", help="keep the result in results/")
-    parser.add_argument("--json", help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     chosen = [name for name in CASES if any(fnmatch(name, each) for each in arguments.only)]
     if arguments.list:
