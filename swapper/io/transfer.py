@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol
 
 import torch
 
@@ -14,13 +14,27 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io import _native
 from swapper.process.interrupts import interrupts_deferred
 
-if TYPE_CHECKING:
-    from swapper.io.bounce import Job
-
 __all__ = ["Ledger", "Moving", "Transfer", "end_all"]
 
-Moving: TypeAlias = "_native.Transfer | Job"
-"""A transfer of the native core, or one of device memory."""
+
+class Moving(Protocol):
+    """A transfer of the native core, or one of device memory."""
+
+    @property
+    def key(self) -> int:
+        """The ledger's."""
+
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+
+    def failed(self) -> bool:
+        """Tell if it is over and failed."""
+
+    def times_s(self) -> tuple[float, float]:
+        """See `Transfer.times_s`."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Transfer.wait`."""
 
 
 class Ledger:

@@ -6,10 +6,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
 from swapper.errors import SwapIOError, renewed
-from swapper.io.devices import Copy
 from swapper.io.transfer import Transfer, end_all
 
 __all__ = [
@@ -22,11 +21,25 @@ __all__ = [
     "start_all",
 ]
 
-AnyTransfer: TypeAlias = "Transfer | JoinedTransfer | BothTransfers | FailedTransfer | Copy"
-"""Uses the memory of a lease. See `Transfer` for the contracts."""
 
-RecordTransfer: TypeAlias = "Transfer | JoinedTransfer"
-"""Reads or writes a record."""
+class AnyTransfer(Protocol):
+    """Uses the memory of a lease: a transfer, or a `devices.Copy`. See `Transfer` for the contracts."""
+
+    def done(self) -> bool:
+        """Return True if it is over, well or not."""
+
+    def wait(self) -> int:
+        """Wait until it is over; returns the bytes moved, raises what failed."""
+
+    def wait_quietly(self) -> None:
+        """Wait until it is over, and leave a failure unobserved."""
+
+
+class RecordTransfer(AnyTransfer, Protocol):
+    """Reads or writes a record: a `Transfer` or a `JoinedTransfer`."""
+
+    def times_s(self) -> tuple[float, float]:
+        """Return the times at which it began to move and was over."""
 
 
 class DroppedReads:
@@ -172,7 +185,7 @@ class BothTransfers:
         self.second.wait_quietly()
 
 
-def start_all(starts: Iterable[Callable[[], Transfer]]) -> RecordTransfer:
+def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:
     """Start several transfers, as one if they are more than one.
 
     Args:

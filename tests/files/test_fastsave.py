@@ -365,7 +365,7 @@ def test_more_records_than_16_bits_count() -> None:
 def test_records_in_another_order_than_the_pickle(tmp_path: Path) -> None:
     """As older versions wrote them."""
     tensors = [torch.randn(n) for n in (300_000, 10, 500_000, 0, 700_000, 123)]
-    data, storages = fastsave._pickled(tensors, pickle, 2)
+    data, storages = fastsave._pickled(tensors, pickle, 2, stage_later=False)
     writer = torch._C.PyTorchFileWriter(str(tmp_path / "x"))
     writer.write_record("data.pkl", data, len(data))
     for key in reversed(range(len(storages))):

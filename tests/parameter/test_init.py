@@ -578,8 +578,8 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
 
 
 def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = lambda self: [FileSystem(tuple(range(len(self.directories))), 20_000)]  # noqa: E731
-    monkeypatch.setattr(TensorStore, "file_systems", full)
+    full = lambda directories: [FileSystem(tuple(range(len(directories))), 20_000)]  # noqa: E731
+    monkeypatch.setattr("swapper.storage.store.file_systems", full)
     with (
         pytest.raises(swapper.SwapIOError, match="are free") as caught,
         swapper.init(config_for(nvme_path)),

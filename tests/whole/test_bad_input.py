@@ -609,21 +609,22 @@ def test_ctrl_c_twice_in_wrap_loses_no_state(
     run(model, optimizer, range(2))
     optimizer.param_groups[0]["initial_lr"] = 0.01  # As a scheduler has it, for the sake of the last that is undone.
     before = copy.deepcopy(optimizer.state_dict())
-    install = conversion._install_scheduler_wrapper
+    make = conversion._as_of_a_scheduler
     struck: list[str] = []
 
     def take_over(*_: object) -> None:
         struck.append("once")
         raise KeyboardInterrupt
 
-    def interrupted(of: Optimizer) -> None:
-        struck.append("again")
+    def interrupted(of: Optimizer, step: Any) -> Any:
+        if struck:  # It is undone.
+            struck.append("again")
         if len(struck) == 2:
             signal.raise_signal(signal.SIGINT)
-        install(of)
+        return make(of, step)
 
     monkeypatch.setattr(OptimizerSwapper, "_take_over", take_over)
-    monkeypatch.setattr(conversion, "_install_scheduler_wrapper", interrupted)
+    monkeypatch.setattr(conversion, "_as_of_a_scheduler", interrupted)
     with pytest.raises(KeyboardInterrupt):
         swapper.wrap_optimizer(optimizer, make_config(nvme_path))
     assert struck[:2] == ["once", "again"]
