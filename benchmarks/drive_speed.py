@@ -60,7 +60,7 @@ class Records:
     """The files of a run, read and written back as they are: what the same bytes take without any arithmetic.
 
     In pieces of 16 MiB, four being read and four being written, each written as soon as it has been read. Nothing else
-    may use the files meanwhile.
+    may use the files meanwhile. Files are moved as a whole: of packed state that is more than a step moves.
     """
 
     PIECE_BYTES, IN_FLIGHT = 16 << 20, 4

@@ -156,7 +156,7 @@ def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             for inner in inner_tensors(prefix + name, parameter, module):
-                short = inner.tensor is not parameter and inner.tensor.nbytes < SHORT_BYTES
+                short = inner.tensor is not parameter and length_bytes(inner.tensor) < SHORT_BYTES
                 reason = _SHORT if short and not is_wrapper(parameter) else ""
                 reason = _CAST if casts and name == "bias" else reason
                 yield Candidate(inner.name, local_of(inner.tensor), inner.aliases, True, reason)

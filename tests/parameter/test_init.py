@@ -25,7 +25,7 @@ from sampling import ALL
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
-from twins import Run, bits, config_for, facts_of, on_meta, run_twice, small_records, values_of
+from twins import Run, bits, config_for, facts_of, on_meta, run_twice, small_records, swapper_of, values_of
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -367,10 +367,10 @@ def test_sparse_parameters_stay_in_memory(layout: torch.layout, nvme_path: Path)
         model.register_parameter("sparse", nn.Parameter(sparse, requires_grad=False))
     assert away(model) == ["0.weight"]
     swapper.offload(model, config=config)
-    assert model.swapper.stays["sparse"] == f"its layout is {layout}"  # type: ignore[operator, union-attr]
+    assert swapper_of(model).stays["sparse"] == f"its layout is {layout}"
     assert type(model.sparse) is nn.Parameter
     assert torch.equal(model.sparse.to_dense(), torch.eye(64))
-    model.swapper.close()  # type: ignore[operator, union-attr]
+    swapper_of(model).close()
 
 
 def test_a_model_on_the_meta_device_stays_there(nvme_path: Path) -> None:
@@ -578,8 +578,10 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
 
 
 def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = lambda directories: [FileSystem(tuple(range(len(directories))), 20_000)]  # noqa: E731
-    monkeypatch.setattr("swapper.storage.store.file_systems", full)
+    monkeypatch.setattr(
+        "swapper.storage.store.file_systems",
+        lambda directories: [FileSystem(tuple(range(len(directories))), 20_000)],
+    )
     with (
         pytest.raises(swapper.SwapIOError, match="are free") as caught,
         swapper.init(config_for(nvme_path)),

@@ -88,6 +88,9 @@ def sparse(layout: torch.layout, layer: nn.Module, w: torch.Tensor) -> None:
 
 
 WEIGHT_BYTES = 5 * WIDTH * WIDTH
+SPARSE_BY_LINES = {torch.sparse_csr: 1, torch.sparse_csc: 1, torch.sparse_bsr: 2, torch.sparse_bsc: 2}
+"""Layouts that have an index for each block of a row or column, and the sizes of these blocks."""
+
 STAYING: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], str, int]] = {
     "a class": (subclass, "its class is Int8Tensor; of tensor subclasses only those", WEIGHT_BYTES + 5 * 4),
     "fnuz": (lambda m, w: float8(torch.float8_e4m3fnuz, m, w), r"its dtype is torch\.float8_e4m3fnuz", WEIGHT_BYTES),
@@ -100,10 +103,7 @@ STAYING: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], str, int]] =
             rf"its layout is {re.escape(str(layout))}; only dense tensors are moved",
             (4 + 8 // size**2) * WEIGHT_BYTES + 5 * 8 * (WIDTH // size + 1),
         )
-        for layout, size in (
-            *((torch.sparse_csr, 1), (torch.sparse_csc, 1)),
-            *((torch.sparse_bsr, 2), (torch.sparse_bsc, 2)),
-        )
+        for layout, size in SPARSE_BY_LINES.items()
     },
 }
 
