@@ -251,6 +251,28 @@ StepJob job_of(const JobTuple& tuple) {
     return job;
 }
 
+std::vector<StepJob> jobs_of(const std::vector<JobTuple>& tuples) {
+    std::vector<StepJob> made;
+    made.reserve(tuples.size());
+    for (const auto& each : tuples) made.push_back(job_of(each));
+    return made;
+}
+
+std::vector<std::pair<size_t, uint32_t>> tuples_of(const std::vector<StepResult>& results) {
+    std::vector<std::pair<size_t, uint32_t>> made;
+    made.reserve(results.size());
+    for (const auto& each : results) made.emplace_back(each.tie_bits, each.crc);
+    return made;
+}
+
+// Deletes without the GIL: the destructor may wait.
+struct WithoutGil {
+    void operator()(StepRun* run) const {
+        const GilReleased released;
+        delete run;
+    }
+};
+
 }  // namespace
 
 void bind_native_step(py::module_& module) {
@@ -264,19 +286,29 @@ void bind_native_step(py::module_& module) {
     module.def(
         "run_step",
         [](const std::vector<JobTuple>& jobs, unsigned threads, unsigned instruction_set) {
-            std::vector<StepJob> made;
-            made.reserve(jobs.size());
-            for (const auto& each : jobs) made.push_back(job_of(each));
+            const std::vector<StepJob> made = jobs_of(jobs);
             std::vector<StepResult> results;
             {
                 const GilReleased released;
                 results = run_step(made, threads, static_cast<InstructionSet>(instruction_set));
             }
-            std::vector<std::pair<size_t, uint32_t>> given;
-            for (const auto& each : results) given.emplace_back(each.tie_bits, each.crc);
-            return given;
+            return tuples_of(results);
         },
         "jobs"_a, "threads"_a, "instruction_set"_a);
+    py::class_<StepRun, std::unique_ptr<StepRun, WithoutGil>>(module, "StepRun")
+        .def(py::init([](const std::vector<JobTuple>& jobs, unsigned threads, unsigned instruction_set) {
+                 return std::unique_ptr<StepRun, WithoutGil>(
+                     new StepRun(jobs_of(jobs), threads, static_cast<InstructionSet>(instruction_set)));
+             }),
+             "jobs"_a, "threads"_a, "instruction_set"_a)
+        .def("wait", [](StepRun& run) {
+            std::vector<StepResult> results;
+            {
+                const GilReleased released;
+                results = run.wait();
+            }
+            return tuples_of(results);
+        });
     module.def(
         "has_instruction_set",
         [](unsigned set) { return has_instruction_set(static_cast<InstructionSet>(set)); },

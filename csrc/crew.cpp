@@ -11,6 +11,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace swapper {
 namespace {
@@ -30,19 +31,32 @@ class Crew {
         return *crew;
     }
 
-    void run(std::size_t others, const std::function<void()>& work) {
-        const std::unique_lock<std::mutex> mine(in_use_, std::try_to_lock);
-        if (!mine.owns_lock()) return work();
+    // Has up to `count` of its threads call `work`. False if it is busy for another, or has no thread.
+    bool begin(std::size_t count, const std::function<void()>& work) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            hire(others);
+            if (work_ != nullptr) return false;
+            hire(count);
+            if (size_ == 0) return false;
             work_ = &work;
-            places_ = others;
+            places_ = count;
             std::fegetenv(&floats_);
         }
         begun_.notify_all();
-        work();
+        return true;
+    }
+
+    // Returns when all that have begun have ended. Those that have not do not begin any more; with `joins`
+    // this thread works in the place of one of them.
+    void end(bool joins) {
         std::unique_lock<std::mutex> lock(mutex_);
+        if (joins && places_ != 0) {
+            places_ = 0;
+            const std::function<void()>& work = *work_;
+            lock.unlock();
+            work();
+            lock.lock();
+        }
         places_ = 0;
         ended_.wait(lock, [this] { return working_ == 0; });
         work_ = nullptr;
@@ -81,13 +95,12 @@ class Crew {
     }
 
     const pid_t owner_ = getpid();
-    std::mutex in_use_;  // by the caller whose work is done
-    std::mutex mutex_;   // for what follows
+    std::mutex mutex_;  // for what follows
     std::condition_variable begun_;
     std::condition_variable ended_;
-    const std::function<void()>* work_ = nullptr;
-    std::size_t places_ = 0;   // threads that may still begin
-    std::size_t working_ = 0;  // threads that have begun and not ended
+    const std::function<void()>* work_ = nullptr;  // null: nobody's
+    std::size_t places_ = 0;                       // threads that may still begin
+    std::size_t working_ = 0;                      // threads that have begun and not ended
     std::size_t size_ = 0;
     std::fenv_t floats_{};  // how the caller rounds, and whether it takes denormals for zero
 };
@@ -96,7 +109,27 @@ class Crew {
 
 void run_on_crew(std::size_t threads, const std::function<void()>& work) {
     if (threads <= 1) return work();
-    Crew::of_process().run(threads - 1, work);
+    Crew& crew = Crew::of_process();
+    const bool has_begun = crew.begin(threads - 1, work);
+    work();
+    if (has_begun) crew.end(false);
+}
+
+CrewWork::CrewWork(std::size_t threads, std::function<void()> work)
+    : work_(std::move(work)), is_begun_(Crew::of_process().begin(threads, work_)), owner_(getpid()) {}
+
+CrewWork::~CrewWork() {
+    wait();
+}
+
+void CrewWork::wait() {
+    if (is_ended_ || owner_ != getpid()) return;  // After a fork its threads are the parent's.
+    if (is_begun_) {
+        Crew::of_process().end(true);
+    } else {
+        work_();
+    }
+    is_ended_ = true;
 }
 
 }  // namespace swapper

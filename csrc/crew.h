@@ -1,6 +1,8 @@
 // Threads of our own, which sleep until there is work.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <functional>
 
@@ -15,5 +17,25 @@ namespace swapper {
 // to them. Where they are busy for another thread, or none can be made, this one does all. After a fork the
 // child makes its own.
 void run_on_crew(std::size_t threads, const std::function<void()>& work);
+
+// The same in two parts: the threads work while this one does something else, until it waits. In place of one
+// that has not begun by then this one works. One thread has one at a time, and uses no more than that crew
+// then.
+class CrewWork {
+  public:
+    CrewWork(std::size_t threads, std::function<void()> work);  // Returns at once.
+    ~CrewWork();                                                // Waits.
+    CrewWork(const CrewWork&) = delete;
+    CrewWork& operator=(const CrewWork&) = delete;
+
+    // Returns when all calls have returned. In a child that was forked since: at once. Idempotent.
+    void wait();
+
+  private:
+    const std::function<void()> work_;
+    const bool is_begun_;
+    const pid_t owner_;
+    bool is_ended_ = false;
+};
 
 }  // namespace swapper

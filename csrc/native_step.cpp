@@ -125,19 +125,24 @@ class Run {
             }
         }
         threads_ = std::max<std::size_t>(1, std::min<std::size_t>(threads, total / kNumelPerThreadMin));
-    }
-
-    std::vector<StepResult> run() {
-        if (pieces_.empty() || std::none_of(jobs_.begin(), jobs_.end(), joins)) {
+        if (pieces_.empty() || std::none_of(jobs.begin(), jobs.end(), joins)) {
             state_.store(State::kCounted, std::memory_order_relaxed);
         } else {
             counts_.resize(pieces_.size());
-            sums_.resize(jobs_.size());
+            sums_.resize(jobs.size());
         }
-        run_on_crew(threads_, [this] {
-            const VendorOnOneThread alone;
-            if (is_counted()) step_pieces();
-        });
+    }
+
+    std::size_t threads() const { return threads_; }
+
+    // On each thread. Returns when this one finds nothing left to do.
+    void work() {
+        const VendorOnOneThread alone;
+        if (is_counted()) step_pieces();
+    }
+
+    // When all threads have returned.
+    std::vector<StepResult> results() const {
         if (state_.load(std::memory_order_relaxed) == State::kDamaged) {
             throw std::invalid_argument("the low halves have " + std::to_string(sums_[damaged_]) +
                                         " ties, not " + std::to_string(jobs_[damaged_].tie_bits));
@@ -350,7 +355,28 @@ StepProgram::StepProgram(std::vector<Instruction> instructions, std::size_t arra
 }
 
 std::vector<StepResult> run_step(const std::vector<StepJob>& jobs, unsigned threads, InstructionSet set) {
-    return Run(jobs, threads, set).run();
+    Run run(jobs, threads, set);
+    run_on_crew(run.threads(), [&run] { run.work(); });
+    return run.results();
+}
+
+struct StepRun::Impl {
+    Impl(std::vector<StepJob> given, unsigned threads, InstructionSet set)
+        : jobs(std::move(given)), run(jobs, threads, set), work(run.threads(), [this] { run.work(); }) {}
+
+    const std::vector<StepJob> jobs;
+    Run run;
+    CrewWork work;
+};
+
+StepRun::StepRun(std::vector<StepJob> jobs, unsigned threads, InstructionSet set)
+    : impl_(std::make_unique<Impl>(std::move(jobs), threads, set)) {}
+
+StepRun::~StepRun() = default;
+
+std::vector<StepResult> StepRun::wait() {
+    impl_->work.wait();
+    return impl_->run.results();
 }
 
 }  // namespace swapper

@@ -85,4 +85,19 @@ struct StepResult {
 // one do not have as many ties as it says.
 std::vector<StepResult> run_step(const std::vector<StepJob>& jobs, unsigned threads, InstructionSet set);
 
+// The same in two parts: see CrewWork.
+class StepRun {
+  public:
+    // Begins. Throws as run_step() does, but for wrong ties.
+    StepRun(std::vector<StepJob> jobs, unsigned threads, InstructionSet set);
+    ~StepRun();  // Waits.
+
+    // Returns when all is done, and throws for wrong ties.
+    std::vector<StepResult> wait();
+
+  private:
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+};
+
 }  // namespace swapper

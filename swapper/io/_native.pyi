@@ -326,31 +326,33 @@ class StepProgram:
     ) -> None:
         """Of each instruction: opcode, out, a, b, c, contraction, constants; see csrc/step_program.h."""
 
-def run_step(
-    jobs: Sequence[
-        tuple[
-            StepProgram,
-            int,
-            int,
-            int,
-            int,
-            int,
-            int,
-            int,
-            int,
-            bool,
-            Sequence[int],
-            Sequence[tuple[int, bool, bool, int, int, int, int, int, int, int]],
-        ]
-    ],
-    threads: int,
-    instruction_set: int,
-) -> list[tuple[int, int]]:
+_Job = tuple[
+    StepProgram,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    bool,
+    Sequence[int],
+    Sequence[tuple[int, bool, bool, int, int, int, int, int, int, int]],
+]
+
+def run_step(jobs: Sequence[_Job], threads: int, instruction_set: int) -> list[tuple[int, int]]:
     """See csrc/native_step.h. A job: the fields of `StepJob` in order, addresses as ints, 0 for none. An array that is
     encoded: those of `EncodedArray`, with 1 for bf16, 2 for int8, and its key as seed, name, step, parameter.
 
     Returns of each job its new ties and the CRC-32C of its new bits. Raises ValueError as `run_step` there throws.
     """
+
+class StepRun:
+    """`run_step` in two parts: see csrc/native_step.h. One that is dropped waits."""
+
+    def __init__(self, jobs: Sequence[_Job], threads: int, instruction_set: int) -> None: ...
+    def wait(self) -> list[tuple[int, int]]: ...
 
 def has_instruction_set(instruction_set: int) -> bool:
     """True if the processor has it: 0 AVX-512, 1 AVX2, 2 none in particular."""

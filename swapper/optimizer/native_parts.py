@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,13 +90,18 @@ def _are_contiguous(p: Tensor, stride: tuple[int, ...]) -> bool:
     return p.is_contiguous() and torch.empty_strided(p.shape, stride, device="meta").is_contiguous()
 
 
-def share_memory(operands: Sequence[Operand]) -> bool:
-    """True if a parameter has a byte in common with another, or a gradient: the class steps in order."""
+def share_memory(segments: Iterable[Segment], operands: Iterable[Operand] = ()) -> bool:
+    """True if a parameter has a byte in common with another, or a gradient: the class steps in order.
+
+    Args:
+        segments: of which all of the parameter is looked at. It and its gradient are in memory.
+        operands: of which that part is looked at that they have.
+    """
+    whole = {segment.of: segment for segment in segments}.values()
+    pairs = [(segment.local, _gradient_of(segment)) for segment in whole]
+    pairs += [(each.bits, each.gradient) for each in operands if each.bits is not None]
     ranges = []
-    for operand in operands:
-        values, gradient = operand.bits, operand.gradient
-        if values is None:
-            values, gradient = operand.segment.local, _gradient_of(operand.segment)
+    for values, gradient in pairs:
         ranges.append((*_extent(values), True))
         if gradient is not None and gradient.layout is torch.strided:
             ranges.append((*_extent(gradient), False))

@@ -232,11 +232,13 @@ class NativeSteps:
         opened: OpenBucket,
         scratch: Scratch,
         edited: Mapping[OptimizerParameter, object],
+        apart: bool,
     ) -> list[NativeOperand]:
         """Return the `operands` that `run` can step. Nothing is written but `scratch`.
 
         Args:
             edited: False for those that the user is known not to have changed, nor can have until the step is over.
+            apart: it is known that none of them shares memory with another.
 
         Raises:
             SwapError: a stored master is damaged.
@@ -250,7 +252,9 @@ class NativeSteps:
         if not self._is_elementwise or (torch.get_num_threads() > 1 and _flushes_denormals()):
             return []  # torch's threads do as that one that made them did.
         some = [each for each in operands if self._may_step(optimizer, each.segment)]
-        if not some or any(each.segment.of.collective for each in operands) or share_memory(operands):
+        if not some or any(each.segment.of.collective for each in operands):
+            return []
+        if not apart and share_memory([each.segment for each in operands if each.bits is None], operands):
             return []
         address = opened.address()
         found = (self._choose_one(optimizer, each, opened, address, scratch, edited) for each in some)

@@ -18,36 +18,59 @@ from swapper.storage.buffers import Lease
 from swapper.tensors.sharded import local_gradient, sharded_like
 from swapper.tensors.strides import is_dense
 
-__all__ = ["Operand", "Scratch", "Slices", "attributes_of", "fetch", "make_tensors", "write_back"]
+__all__ = ["Operand", "Scratch", "ScratchFull", "Slices", "attributes_of", "fetch", "make_tensors", "write_back"]
+
+
+class ScratchFull(Exception):
+    """There is no room for this in the half of a scratch buffer."""
 
 
 class Scratch:
     """Hands out aligned pieces of one buffer, front to back.
 
     The last copy from or to it is the transfer of its lease, so that the pool gives the memory to nobody else before.
+
+    Args:
+        half: 0 or 1: only pieces of this half. What finds no room there raises `ScratchFull`; in all of it that would
+            be an error of the plan.
     """
 
-    def __init__(self, lease: Lease | None) -> None:
+    def __init__(self, lease: Lease | None, half: int | None = None) -> None:
         self._lease = lease
-        self._cursor = 0
+        self._is_half = half is not None
+        length_bytes = 0 if lease is None else lease.length_bytes
+        middle = length_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._start = middle if half == 1 else 0
+        self._stop = middle if half == 0 else length_bytes
+        self._cursor = self._start
+
+    def halves(self) -> tuple[Scratch, Scratch]:
+        """The two halves of all of it."""
+        return Scratch(self._lease, 0), Scratch(self._lease, 1)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next `numel` elements; undefined content; 1-D; starts at a multiple of 64 bytes."""
         length = numel * dtype.itemsize
         if length == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        assert self._lease is not None, "scratch was not planned for"
-        view = self._lease.view(self._cursor, numel, dtype)
-        self._cursor += round_up(length, ALIGNMENT_BYTES)
-        return view
+        start = self._advance(length)
+        assert self._lease is not None
+        return self._lease.view(start, numel, dtype)
 
     def take_bytes(self, length_bytes: int) -> int:
         """As `take`, of bytes. Returns their address."""
-        assert self._lease is not None, "scratch was not planned for"
-        assert self._cursor + length_bytes <= self._lease.length_bytes, "scratch was not planned for"
-        address = self._lease.tensor.data_ptr() + self._cursor
-        self._cursor += round_up(length_bytes, ALIGNMENT_BYTES)
-        return address
+        start = self._advance(length_bytes)
+        assert self._lease is not None
+        return self._lease.tensor.data_ptr() + start
+
+    def _advance(self, length_bytes: int) -> int:
+        start = self._cursor
+        if start + length_bytes > self._stop:
+            if self._is_half:
+                raise ScratchFull
+            raise AssertionError("scratch was not planned for")
+        self._cursor = start + round_up(length_bytes, ALIGNMENT_BYTES)
+        return start
 
     def note(self, copy: Copy | None) -> None:
         """`copy`, which is the last that was started, is from or to a piece."""
@@ -71,7 +94,7 @@ class Scratch:
 
     def reset(self) -> None:
         """Take everything back. Copies to it that follow come after those from it; before the host writes: `wait`."""
-        self._cursor = 0
+        self._cursor = self._start
 
 
 Slices = dict[Segment, tuple[torch.Tensor, torch.Tensor]]

@@ -14,10 +14,10 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.io.bf16_codec import RoundingKey
-from swapper.io.checksums import checksum, join_checksums
+from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
-from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
 from swapper.optimizer.state_codec import EncodedState, decode_state, encode_state
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from swapper.optimizer.direct_state import DirectState
     from swapper.optimizer.step_protocols import SwappedGradients
 
-__all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work", "checksum_of"]
+__all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work"]
 
 log = logging.getLogger(__name__)
 
@@ -356,7 +356,8 @@ class BucketRecords:
     @property
     def drops(self) -> int:
         """Count of records that were prefetched and dropped."""
-        return sum(cache.drops for cache in self.caches)
+        direct = None if self.direct is None else self.direct.cache
+        return self.cache.drops + (0 if direct is None else direct.drops)
 
     def keep(self, buckets: Iterable[Bucket]) -> None:
         """From now on the records of `buckets` stay in the pool once they are there, and no others."""
@@ -405,7 +406,21 @@ class BucketRecords:
         Raises:
             SwapIOError: the drive failed.
         """
-        lease, is_filled = self.take_lease(bucket)
+        return self._open(bucket, *self.take_lease(bucket), for_step)
+
+    def take_at_hand(self, bucket: Bucket) -> OpenBucket | None:
+        """As `take`, for a step. None if it would wait for the record, or need a buffer.
+
+        Raises:
+            SwapIOError: reading it has failed.
+        """
+        with self.cache.lock:
+            if bucket.length_bytes and not ((record := self.cache.records.get(bucket.key)) and record.is_at_hand):
+                return None
+            taken = self.take_lease(bucket)
+        return self._open(bucket, *taken, True)
+
+    def _open(self, bucket: Bucket, lease: Lease | None, is_filled: bool, for_step: bool) -> OpenBucket:
         if lease is not None and bucket.packing is not None:
             if is_filled:
                 self._unpack(bucket, lease)
@@ -579,12 +594,3 @@ class Prefetcher:
 
     def _count_drops(self) -> int:
         return self._records.drops + (0 if self._gradients is None else self._gradients.drops)
-
-
-def checksum_of(of: OptimizerParameter) -> int | None:
-    """The checksum of a parameter's values in memory order, all of which a step has just rounded; None if unknown."""
-    if not of.local.is_contiguous():
-        return None
-    known = [(each.checksum, each.numel * of.dtype.itemsize) for each in of.segments]
-    parts = [(crc, length_bytes) for crc, length_bytes in known if isinstance(crc, int)]
-    return join_checksums(parts) if len(parts) == len(known) else None

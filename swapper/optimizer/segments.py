@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.errors import SwapError
-from swapper.io.checksums import checksums
+from swapper.io.checksums import checksums, join_checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.device_slots import Slot
 from swapper.optimizer.int8_codec import BLOCK_NUMEL
@@ -56,6 +56,7 @@ __all__ = [
     "Memory",
     "OptimizerParameter",
     "Segment",
+    "checksum_of",
     "grouped",
     "is_edited",
     "plan_buckets",
@@ -387,6 +388,15 @@ class Segment:
 def as_shaped(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """A view of `flat`, elements in the memory order of `p`, in the shape and the strides of `p`."""
     return flat.as_strided(p.shape, p.stride()) if p.is_contiguous() or is_dense(p) else flat.view(p.shape)
+
+
+def checksum_of(of: OptimizerParameter) -> int | None:
+    """The checksum of a parameter's values in memory order, all of which a step has just rounded; None if unknown."""
+    if not of.local.is_contiguous():
+        return None
+    known = [(each.checksum, each.numel * of.dtype.itemsize) for each in of.segments]
+    parts = [(crc, length_bytes) for crc, length_bytes in known if isinstance(crc, int)]
+    return join_checksums(parts) if len(parts) == len(known) else None
 
 
 def is_edited(segments: Sequence[Segment], values: torch.Tensor) -> bool:

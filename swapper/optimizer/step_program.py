@@ -16,6 +16,7 @@ from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, PARAMETER,
 
 __all__ = [
     "NativeProgram",
+    "NativeRun",
     "NativeSegment",
     "Unsupported",
     "best_instruction_set",
@@ -34,7 +35,8 @@ _ROOTS_BETWEEN, _ROOTS_INSIDE = 0, 1
 
 
 _Coded = tuple[int, bool, bool, int, int, int, int, int, int, int]
-_Job = tuple[int, int, int, int, int, int, int, int, bool, list[int], list[_Coded]]
+_Fields = tuple[int, int, int, int, int, int, int, int, bool, list[int], list[_Coded]]
+_Job = tuple[_native.StepProgram, int, int, int, int, int, int, int, int, bool, list[int], list[_Coded]]
 
 _PLAIN: _Coded = (0, False, False, 0, 0, 0, 0, 0, 0, 0)
 
@@ -71,7 +73,7 @@ class NativeSegment(NamedTuple):
     state_at: Callable[[int], Tensor]
     encoded: Sequence[EncodedState | None] = ()
 
-    def job(self, scratch: Sequence[Tensor], decodes: Set[int], encodes: Set[int]) -> _Job:
+    def job(self, scratch: Sequence[Tensor], decodes: Set[int], encodes: Set[int]) -> _Fields:
         """The fields of the job that follow its program.
 
         Args:
@@ -130,6 +132,15 @@ class NativeProgram:
         self._first = first, _state_written(before, state)
         self._last = last - first, _state_written(after or (), state)
 
+    @property
+    def is_one_pass(self) -> bool:
+        """True if it takes no square root between two passes, so that `NativeRun` can step by it."""
+        return self._after is None
+
+    def job(self, segment: NativeSegment) -> _Job:
+        """One of its first pass over `segment`, with no scratch."""
+        return (self._before, *segment.job((), *self._first))
+
     def run(
         self, segments: Sequence[NativeSegment], scratch: Tensor | None, threads: int, instruction_set: int
     ) -> list[tuple[int, int]]:
@@ -145,8 +156,7 @@ class NativeProgram:
                 a square root is taken of may be.
         """
         if self._after is None:
-            jobs = [(self._before, *segment.job((), *self._first)) for segment in segments]
-            return _native.run_step(jobs, threads, instruction_set)
+            return _native.run_step([self.job(segment) for segment in segments], threads, instruction_set)
         assert scratch is not None
         rows = scratch[: self.scratch_arrays].unbind()
         results = []
@@ -158,6 +168,34 @@ class NativeProgram:
                 torch.sqrt(room if state is None else segment.state_at(state), out=room)
             results += _native.run_step([(self._after, *segment.job(rows, *self._last))], threads, instruction_set)
         return results
+
+
+class NativeRun:
+    """Steps of segments by programs of one pass, which begin at once, on up to `threads` threads of the core.
+
+    Nobody uses their memory before `wait` has returned. One that is dropped waits, too.
+
+    Raises:
+        SwapError: a segment is not as described. Nothing has begun.
+    """
+
+    def __init__(self, steps: Sequence[tuple[NativeProgram, NativeSegment]], threads: int) -> None:
+        jobs = [program.job(segment) for program, segment in steps]
+        try:
+            self._run = _native.StepRun(jobs, threads, best_instruction_set())
+        except ValueError as error:
+            raise refusal(error) from error
+
+    def wait(self) -> list[tuple[int, int]]:
+        """Wait for all. Returns as `NativeProgram.run` does.
+
+        Raises:
+            SwapError: the split master of a segment is damaged. Nothing of any of them was written.
+        """
+        try:
+            return self._run.wait()
+        except ValueError as error:
+            raise refusal(error) from error
 
 
 def _state_used(operations: Iterable[Operation], state: int) -> set[int]:

@@ -20,11 +20,13 @@ from swapper.io.devices import DeviceCopies
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.device_records import DeviceBucket, edited_on_device
 from swapper.optimizer.device_slots import DeviceSlots, Slot
+from swapper.optimizer.native_parts import share_memory
+from swapper.optimizer.native_queue import NativeQueue, QueuedBucket
 from swapper.optimizer.native_step import NativeOperand, NativeSteps
-from swapper.optimizer.operands import Operand, Scratch, Slices, fetch, make_tensors, write_back
+from swapper.optimizer.operands import Operand, Scratch, ScratchFull, Slices, fetch, make_tensors, write_back
 from swapper.optimizer.plan import OptimizerPlan
-from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work, checksum_of
-from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
+from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work
+from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, checksum_of, grouped, is_edited
 from swapper.optimizer.step_protocols import SwappedGradients, SwappedParameters
 from swapper.progress import progress
 from swapper.storage.buffers import BufferPool, PoolExhausted
@@ -70,6 +72,7 @@ class Stepper:
         self.stepping = False
         self._class_step = ClassStep(cls, plan.remote, plan.step_in_backward)
         self._native = NativeSteps(self._class_step, plan.native_step)
+        self._queue = NativeQueue(self._enter, self._conclude)
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool
         self._pool_bytes = pool_bytes
@@ -85,6 +88,8 @@ class Stepper:
         self._scratches: list[Scratch] = []
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._in_memory = False  # Parameters and gradients are, and nobody changes them until the step is over.
+        self._are_apart = False  # So, and none shares memory with another.
+        self._may_queue = False
         self._slices: Slices = {}  # in a step, of those that are not fetched yet
         self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
@@ -105,8 +110,9 @@ class Stepper:
 
     def work_on(self, buckets: Iterable[Bucket]) -> list[Work]:
         """The work of a step that is made now."""
+        have: dict[OptimizerParameter, bool] = {}
         try:
-            return [(bucket, active) for bucket in buckets if (active := self._active(bucket))]
+            return [(bucket, active) for bucket in buckets if (active := self._active(bucket, have))]
         except BaseException:
             self._replicate_gradients()
             raise
@@ -140,6 +146,7 @@ class Stepper:
                         self._present.close()
                         self._present = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
+        self._queue.flush()
         self.finish(optimizer)
 
     def run_one(self, optimizer: Optimizer, item: Work) -> None:
@@ -172,6 +179,8 @@ class Stepper:
         self._slices.clear()
         moves = self.plan.on_accelerator or self.plan.step_in_backward or any(map(_evicted_inside, work))
         self._in_memory = not moves and self.parameters is None and self.gradients is None
+        self._are_apart = self._in_memory and not share_memory(segment for _, active in work for segment in active)
+        self._may_queue = self._are_apart and self._native.enabled
         self.hold_scratch()
         if self._slots is not None:
             if self._direct is not None:
@@ -195,6 +204,7 @@ class Stepper:
             return_free_memory()
         self._stored_bytes = None
         self._class_step.finish(optimizer)
+        self._queue.drop()
         self._native.forget()
         self._records.steps += 1
         if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
@@ -222,6 +232,7 @@ class Stepper:
             steps.callback(self._copies.wait)
             if self._slots is not None:
                 steps.callback(self._slots.wait)
+            steps.callback(self._queue.drop)
 
     def recover(self) -> None:
         """Give back records that were taken and not put, and drop what was prefetched."""
@@ -271,11 +282,19 @@ class Stepper:
 
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
-    def _active(self, bucket: Bucket) -> list[Segment]:
-        in_group = (segment for segment in bucket.segments if segment.of.group is not None)
-        active = [segment for segment in in_group if self.has_gradient(segment.parameter)]
-        for segment in {segment.of: segment for segment in active}.values():
-            self._check_gradient(segment)  # Now: a step must not find out in the middle.
+    def _active(self, bucket: Bucket, have: dict[OptimizerParameter, bool]) -> list[Segment]:
+        """The segments of `bucket` whose parameter has a gradient. `have` notes which do: each is checked once."""
+        active = []
+        for segment in bucket.segments:
+            of = segment.of
+            if of.group is None:
+                continue
+            if of not in have:
+                have[of] = self.has_gradient(of.parameter)
+                if have[of]:
+                    self._check_gradient(segment)  # Now: a step must not find out in the middle.
+            if have[of]:
+                active.append(segment)
         return active
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
@@ -412,12 +431,15 @@ class Stepper:
             operand.edited = self._is_edited(operand)
         if on_device is not None:
             self._join(optimizer, on_device, operands)
-        opened = on_device or self._records.take(bucket, for_step=True)
+        opened = on_device or self._take(bucket)
         native: list[NativeOperand] = []
         if on_device is None:
-            # In backward the user's code runs between the buckets of a step.
-            edited = {} if self.plan.step_in_backward else self._edited
-            native = self._native.choose(optimizer, operands, opened, scratch, edited)
+            found = self._choose_half(optimizer, opened, operands, scratch) if self._may_queue else None
+            if found and len(found) == len(operands) and self._may_queue:
+                self._queue.add(QueuedBucket(opened, operands, found))
+                return
+            self._queue.flush()
+            native = self._choose(optimizer, opened, operands, scratch) if found != [] else []
         all_operands = operands
         if native:
             chosen = {each.operand.segment for each in native}
@@ -427,10 +449,9 @@ class Stepper:
         for operand in operands:
             if operand.edited is True:
                 self._note_edited(operand.segment)
-        # From here on parameters change: a failure leaves the step half made.
-        self.entered += [each.segment for each in all_operands]
-        self.stepping = True
-        masters: Masters = self._step_natively(native, opened)
+        self._enter(all_operands)
+        self._native.run(native)
+        masters = self._keep_native(native, opened)
         states = self._class_step(optimizer, operands, opened) if operands else []
         made_state = False
         for operand, state in zip(operands, states, strict=True):
@@ -438,8 +459,7 @@ class Stepper:
             opened.keep(operand.segment, state)
             if operand.master is not None and operand.bits is not None:
                 masters[operand.segment] = operand.master, operand.bits
-        opened.encode(masters)
-        opened.place_ties(self._native.encoded(native))
+        self._write_masters(opened, native, masters)
         for operand in all_operands:
             write_back(operand, self.plan.remote, self._copies, scratch)
         if self.parameters is not None and not self.plan.step_in_backward:
@@ -462,9 +482,50 @@ class Stepper:
                     self._freed.add(sum(each.segment.numel * each.segment.of.dtype.itemsize for each in all_operands))
         self.done += 1
 
-    def _step_natively(self, native: Sequence[NativeOperand], opened: OpenBucket) -> Masters:
-        """Step `native`. Returns the masters of them that are not encoded yet."""
-        self._native.run(native)
+    def _take(self, bucket: Bucket) -> OpenBucket:
+        if self._may_queue and (opened := self._records.take_at_hand(bucket)) is not None:
+            return opened
+        self._queue.flush()  # Its buffers may be needed.
+        return self._records.take(bucket, for_step=True)
+
+    def _choose(
+        self, optimizer: Optimizer, opened: OpenBucket, operands: Sequence[Operand], scratch: Scratch
+    ) -> list[NativeOperand]:
+        # In backward the user's code runs between the buckets of a step.
+        edited = {} if self.plan.step_in_backward else self._edited
+        return self._native.choose(optimizer, operands, opened, scratch, edited, self._are_apart)
+
+    def _choose_half(
+        self, optimizer: Optimizer, opened: OpenBucket, operands: Sequence[Operand], scratch: Scratch
+    ) -> list[NativeOperand] | None:
+        """As `_choose`, with half of the scratch. None if that is not enough."""
+        try:
+            native = self._choose(optimizer, opened, operands, self._queue.scratch(scratch))
+        except ScratchFull:
+            return None
+        if not all(each.program.is_one_pass for each in native):
+            self._may_queue = False  # Most likely others are of its kind, and would be chosen twice.
+        return native
+
+    def _conclude(self, queued: QueuedBucket) -> None:
+        """The rest of the step of a bucket that was queued, which is stepped now."""
+        opened, native = queued.opened, queued.native
+        self._write_masters(opened, native, self._keep_native(native, opened))
+        for operand in queued.operands:
+            write_back(operand, False, self._copies, Scratch(None))
+        self._records.count_stepped(len(native), 0)
+        self._records.put(opened)
+        if self._is_larger_than_pool() and any(each.operand.is_copied for each in native):
+            self._freed.add(opened.bucket.length_bytes)
+        self.done += 1
+
+    def _enter(self, operands: Sequence[Operand]) -> None:
+        """From here on parameters change: a failure leaves the step half made."""
+        self.entered += [each.segment for each in operands]
+        self.stepping = True
+
+    def _keep_native(self, native: Sequence[NativeOperand], opened: OpenBucket) -> Masters:
+        """Keep what the native step of `native` left behind. Returns the masters of them that are not encoded yet."""
         masters: Masters = {}
         for each in native:
             self._native.keep(each)
@@ -475,6 +536,10 @@ class Stepper:
                 assert operand.bits is not None
                 masters[operand.segment] = opened.whole_master(operand.segment), operand.bits
         return masters
+
+    def _write_masters(self, opened: OpenBucket, native: Sequence[NativeOperand], masters: Masters) -> None:
+        opened.encode(masters)
+        opened.place_ties(self._native.encoded(native))
 
     def _is_larger_than_pool(self) -> bool:
         """True if a step makes so much on the way that freed memory is to be returned."""

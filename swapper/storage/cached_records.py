@@ -54,6 +54,13 @@ class CachedRecord:
     finish: Callable[[], int] | None = None
     empty: bool = False
 
+    @property
+    def is_at_hand(self) -> bool:
+        """True if it can be taken without a wait."""
+        if self.state is RecordState.LIVE or self.finish is not None:
+            return False
+        return self.lease.transfer is None or self.lease.transfer.done()
+
 
 @dataclass(eq=False, slots=True)
 class _Shelf:

@@ -23,6 +23,7 @@ using swapper::Opcode;
 using swapper::run_step;
 using swapper::StepJob;
 using swapper::StepProgram;
+using swapper::StepRun;
 
 namespace {
 
@@ -305,6 +306,58 @@ void test_what_is_damaged_is_refused_before_anything_is_written() {
     CHECK(bad.bits == bad_before.bits && bad.low == bad_before.low && bad.momentum == bad_before.momentum);
 }
 
+void test_a_step_in_two_parts(size_t numel, unsigned threads) {
+    const auto program = momentum_program();
+    Segment one(numel, 1);
+    Segment two(numel, 2);
+    Segment other(numel, 3);
+    const auto expected = [&](Segment segment) {
+        run_step({segment.job(program)}, threads, InstructionSet::kBaseline);
+        return segment.bits;
+    };
+    const auto ones = expected(one);
+    const auto twos = expected(two);
+    const auto others = expected(other);
+    {
+        StepRun dropped({one.job(program)}, threads, InstructionSet::kBaseline);
+        // The crew is busy, or was: both of these are done by whom they are waited for.
+        run_step({other.job(program)}, threads, InstructionSet::kBaseline);
+        StepRun second({two.job(program)}, threads, InstructionSet::kBaseline);
+        CHECK(second.wait().size() == 1 && two.bits == twos);
+        CHECK(second.wait().size() == 1 && two.bits == twos);
+        CHECK(other.bits == others);
+    }
+    CHECK(one.bits == ones);
+    Segment bad(numel, 4);
+    bad.tie_bits += 1;
+    const Segment before = bad;
+    StepRun damaged({bad.job(program)}, threads, InstructionSet::kBaseline);
+    CHECK_THROWS(std::invalid_argument, damaged.wait());
+    CHECK(bad.bits == before.bits && bad.low == before.low && bad.momentum == before.momentum);
+    StepJob job = bad.job(program);
+    job.arrays.clear();
+    CHECK_THROWS(std::invalid_argument, StepRun({job}, threads, InstructionSet::kBaseline));
+}
+
+#if !defined(__SANITIZE_THREAD__)  // It allows no new threads after a fork.
+// The child has none of the threads that step, and makes its own.
+void test_a_child_does_not_wait_for_what_its_parent_steps() {
+    const auto program = momentum_program();
+    Segment segment(3'000'000, 1);
+    Segment childs(70000, 2);
+    StepRun run({segment.job(program)}, 2, InstructionSet::kBaseline);
+    const pid_t child = fork();
+    if (child == 0) {
+        run.wait();
+        StepRun own({childs.job(program)}, 2, InstructionSet::kBaseline);
+        _exit(own.wait().size() == 1 ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(run.wait().size() == 1);
+}
+#endif
+
 void test_what_is_not_as_described_is_refused() {
     const auto one = [](Instruction it) { return StepProgram({it}, 1, 4); };
     CHECK_THROWS(std::invalid_argument, one(make(Opcode::kCopy, 1, 0, 0, 0)));  // writes the gradient
@@ -362,7 +415,13 @@ int main() {
             test_fused_amsgrad(numel, set);
         }
     }
+    for (const size_t numel : {100, 200003}) {
+        for (const unsigned threads : {1U, 2U, 4U}) test_a_step_in_two_parts(numel, threads);
+    }
     test_threads_step_at_the_same_time_and_after_a_fork();
+#if !defined(__SANITIZE_THREAD__)
+    test_a_child_does_not_wait_for_what_its_parent_steps();
+#endif
     test_what_is_damaged_is_refused_before_anything_is_written();
     test_what_is_not_as_described_is_refused();
     test_encoded_arrays_that_are_not_as_described_are_refused();

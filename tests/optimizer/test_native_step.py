@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import swapper
 from swapper.io import _native
-from swapper.optimizer import native_step, step_program, step_recorder
+from swapper.optimizer import native_queue, native_step, step_program, step_recorder
 from swapper.optimizer.master_codec import split_master, ties_bytes_max
 from swapper.optimizer.native_parts import share_memory
 from swapper.optimizer.operands import Operand, Scratch
@@ -620,18 +620,19 @@ def test_a_step_that_fails_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
     memory = Memory(2 * numel)
     alive = weakref.ref(memory)
     p.grad = torch.frombuffer(memory, dtype=torch.bfloat16)
-    run, calls = native_step.NativeSteps.run, []
+    calls: list[int] = []
 
-    def failing(steps: native_step.NativeSteps, chosen: Sequence[native_step.NativeOperand]) -> None:
-        calls.extend(each.operand.segment.stop for each in chosen)
+    def failing(steps: Sequence[tuple[Any, step_program.NativeSegment]], threads: int) -> step_program.NativeRun:
+        calls.extend(segment.numel for _, segment in steps)
         if len(calls) == 2:
             raise OSError("on purpose")
-        run(steps, chosen)
+        return step_program.NativeRun(steps, threads)
 
-    monkeypatch.setattr(native_step.NativeSteps, "run", failing)
+    monkeypatch.setattr(native_queue, "_NUMEL_TOGETHER", 1)
+    monkeypatch.setattr(native_queue, "NativeRun", failing)
     with pytest.raises(OSError, match="on purpose"):
         optimizer.step()
-    assert calls[-1] < numel  # There is more of it.
+    assert sum(calls) < numel  # There is more of it.
     calls.clear()
     p.grad = None
     del memory
@@ -734,8 +735,8 @@ def test_a_gradient_in_a_longer_one_that_a_parameter_is_in() -> None:
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     operands: Any = [Operand(mock.Mock(), p.detach(), p.grad) for p in parameters]
-    assert share_memory(operands)
-    assert not share_memory(operands[1:])
+    assert share_memory([], operands)
+    assert not share_memory([], operands[1:])
 
 
 def unaligned(numel: int) -> torch.Tensor:
@@ -983,22 +984,18 @@ def test_a_step_that_leaves_the_parameter_alone_keeps_its_master(masters: bool, 
         ("two arrays of a segment overlap in memory", "a native step was refused: two arrays .*native_step: off"),
     ],
 )
-def test_a_step_that_the_core_refuses_says_what_was_found(found: str, said: str) -> None:
+@pytest.mark.parametrize("begins", [False, True], ids=["waiting", "beginning"])
+def test_a_step_that_the_core_refuses_says_what_was_found(found: str, said: str, begins: bool) -> None:
     parameter = nn.Parameter(torch.ones(5000))
     optimizer = wrapped(torch.optim.AdamW([parameter]))
     for _ in range(2):
         parameter.grad = torch.ones(5000)
         optimizer.step()
-    run = step_program.NativeProgram.run
-
-    def refusing(program: Any, segments: Any, *rest: Any) -> Any:
-        if segments[0].numel == 5000:  # Not the token.
-            raise ValueError(found)
-        return run(program, segments, *rest)
-
+    run = mock.Mock(wait=mock.Mock(side_effect=ValueError(found)))
+    begun = mock.Mock(side_effect=ValueError(found) if begins else None, return_value=run)
     parameter.grad = torch.ones(5000)
     with (
-        mock.patch.object(step_program.NativeProgram, "run", refusing),
+        mock.patch.object(_native, "StepRun", begun),
         pytest.raises(swapper.errors.SwapError, match=said),
     ):
         optimizer.step()
