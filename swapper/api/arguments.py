@@ -19,7 +19,7 @@ __all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "o
 
 _ALIKE = (
     *("offload_optimizer.device", "offload_optimizer.step_in_backward"),
-    *("offload_gradient.device", "offload_gradient.encoding"),
+    *("offload_gradient.device", "offload_gradient.encoding", "offload_param.device"),
 )
 """Settings by which ranks have other collectives, or shards of one gradient other bits."""
 

@@ -192,6 +192,8 @@ def are_refused(rank: int, directory: str) -> None:
     refuses(net, "^offload_optimizer.device: cpu on rank 0, none on rank 1; where", **more)
     more = {"offload_optimizer": {"device": "nvme", "step_in_backward": not rank}}
     refuses(net, "^offload_optimizer.step_in_backward: true on rank 0, false on rank 1; where", **more)
+    more = {"offload_param": {"device": "none" if rank else "nvme"}}
+    refuses(net, "^offload_param.device: nvme on rank 0, none on rank 1; where", **more)
     assert same(loss_of(net), loss_of(plain))
     swapper.offload(net, config=config_of(directory))
     net.swapper.close()  # type: ignore[operator, union-attr]
