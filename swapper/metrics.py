@@ -162,6 +162,17 @@ class Metrics:
             if (timeline := _current) is not None:
                 timeline._events.append(TimelineEvent(name, start_s, stop_s))
 
+    def advice_since(self, before: Metrics) -> str:
+        """Say what would shorten the steps since `before`, if half of their time was waiting for the drive, else ""."""
+        waited_s = self.wait_read_s + self.wait_write_s - before.wait_read_s - before.wait_write_s
+        took_s = self.step_s - before.step_s
+        if waited_s < 0.5 * took_s or took_s < 0.25:
+            return ""
+        return (
+            f"step() waited for the drive for {100 * waited_s / took_s:.0f} % of its {took_s:.2f} s: a larger "
+            "resident_bytes or pool_bytes, a faster drive, or gradient accumulation would shorten it"
+        )
+
     def count_read(self, record: RecordId, length_bytes: int, transfer: _Timed) -> None:
         """`transfer`, which reads `record`, was started."""
         self.reads += 1

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
+from swapper.optimizer.alike import difference
 from swapper.storage.agreement import agreed, exchanged
 from swapper.tensors.sharded import is_sharded
 
@@ -51,9 +52,8 @@ def _refuse_different(settings: OffloadConfig) -> None:
     """Refuse, on all ranks, what would let some wait for others in a step, or round otherwise. Collective."""
     ranks = exchanged([str(operator.attrgetter(name)(settings)).lower() for name in _ALIKE])
     for name, values in zip(_ALIKE, zip(*ranks, strict=True), strict=True):
-        if len(set(values)) > 1:
-            found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ConfigError(f"{name}: {found}; where parameters are sharded all ranks must have the same")
+        if found := difference(name, dict(enumerate(values))):
+            raise ConfigError(f"{found}; where parameters are sharded all ranks must have the same")
 
 
 def _as_config(config: ConfigLike) -> OffloadConfig:

@@ -23,6 +23,7 @@ from swapper.files.weights import load_weights
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
+from swapper.optimizer.alike import compare
 from swapper.optimizer.encoding_choice import choose_encoding
 from swapper.optimizer.plan import OptimizerPlan, parameters_of, plan_to_show, swaps_state_of
 from swapper.optimizer.probe import refuse_lazy, refuse_unsupported, try_sharded
@@ -96,6 +97,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
             check_direct(plans, None, settings)
             budget = _budget(plans, settings, None, Shared.existing(settings))
             budget.check()
+        if together:
+            compare([optimizer], plans)
         try:
             with agreed(together):
                 _wrap(optimizer, plans[0], budget.optimizers[0], settings)
@@ -201,6 +204,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
         budget = _budget(plans, settings, stored, Shared.existing(settings))
         budget.check()
+    if together:
+        compare(optimizers, plans)
     try:
         with agreed(together):
             _convert(model, existing, parameters, optimizers, plans, budget, settings)

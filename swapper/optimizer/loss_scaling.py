@@ -21,7 +21,7 @@ import torch
 import torch.autograd.graph
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["may_be_scaled"]
+__all__ = ["may_be_scaled", "with_subclasses"]
 
 _MULTIPLICATIONS = ("MulBackward", "CompiledFunction", "DifferentiableGraph")
 """Parts of names of nodes that may multiply by a scale: `outputs * scale`, and code that was compiled as a whole, in
@@ -124,12 +124,13 @@ def _has_plain_path(roots: Sequence[Any], is_ours: Callable[[Any], bool], wanted
 
 def _is_a_scaler_in_use() -> bool:
     """True if any enabled scaler has scaled something. Looks at every object that refers to a class of scalers."""
-    classes = set(_with_subclasses(torch.amp.GradScaler))
+    classes = set(with_subclasses(torch.amp.GradScaler))
     scalers = [item for item in gc.get_referrers(*classes) if type(item) in classes]
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
-def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+def with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    """The class, and all that are derived of it."""
     yield cls
     for below in cls.__subclasses__():
-        yield from _with_subclasses(below)
+        yield from with_subclasses(below)

@@ -91,7 +91,7 @@ class OptimizerPlan:
         swaps_state: bool = True,
     ) -> None:
         self.swaps_state = swaps_state
-        self._config = config
+        self.config = config
         self._owner = owner
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
         self.threads = torch.get_num_threads()
@@ -206,7 +206,7 @@ class OptimizerPlan:
                 if p.device != known.device:
                     self.moved = known
                 known.fused = bool(group.get("fused"))
-                if known.fused and not (self.on_device or self._config.offload_optimizer.master_weights):
+                if known.fused and not (self.on_device or self.config.offload_optimizer.master_weights):
                     refuse_broken_fused(optimizer, known.dtype)
         came = any(known.group is None for known in members)
         left = [known for known in self._parameters.values() if known.group is not None and known not in members]
@@ -248,7 +248,7 @@ class OptimizerPlan:
         settings = settings_of(optimizer)
         for number, group in groups:
             options = _options_of(group)
-            refuse_group(optimizer, group, wanted, self._config)
+            refuse_group(optimizer, group, wanted, self.config)
             for p, position in zip(group["params"], positions, strict=False):
                 if wanted.pop(id(p), None) is None:
                     continue
@@ -260,14 +260,14 @@ class OptimizerPlan:
                 made.append(known)
         if self.encodes:
             keys = (spec.key for spec in itertools.chain(*self._specs.values()))
-            check_keys(self._config.offload_optimizer.stored_encoding, type(optimizer).__name__, keys)
+            check_keys(self.config.offload_optimizer.stored_encoding, type(optimizer).__name__, keys)
             if not self.buckets:
                 note_if_none(type(optimizer).__name__, (s.is_encoded for known in made for s in known.segments))
         buckets = plan_buckets(
             self._owner,
             self._next_index,
             [segment for known in made for segment in known.segments],
-            self._config.bucket_bytes,
+            self.config.bucket_bytes,
             self.remote,
             self.moves_gradients,
             lambda p: self._records.get(local_of(p)),
@@ -338,7 +338,7 @@ class OptimizerPlan:
     @property
     def moves_gradients(self) -> bool:
         """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
-        device = self._config.offload_gradient.device
+        device = self.config.offload_gradient.device
         return device == "nvme" or (device == "cpu" and self.on_accelerator)
 
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
@@ -381,7 +381,7 @@ class OptimizerPlan:
         """The order of staging, and what it needs of the pool."""
         return plan_schedule(
             [bucket.length_bytes for bucket in self.buckets],
-            self._config.offload_optimizer.resident_bytes,
+            self.config.offload_optimizer.resident_bytes,
             self.scratch_bytes * self.scratch_count,
         )
 
@@ -394,12 +394,12 @@ class OptimizerPlan:
         known: OptimizerParameter,
         settings: Settings | None,
     ) -> list[Segment]:
-        refuse_parameter(optimizer, p, self._config, self.remote)
+        refuse_parameter(optimizer, p, self.config, self.remote)
         known.collective = known.sharded and not is_elementwise(optimizer)
         if self.counts_steps:
             known.first_index = first_index_of(p, type(optimizer).__name__, known.collective, self.rounds)
         master = ""
-        if self._config.offload_optimizer.master_weights and p.dtype in LOW_PRECISION:
+        if self.config.offload_optimizer.master_weights and p.dtype in LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
         dtype = torch.float32 if master else p.dtype
         # Fused kernels split among threads at multiples of 64 bytes. A class of the user's may call `pow`: see `cuts`.
@@ -433,10 +433,10 @@ class OptimizerPlan:
             low_precision=low_precision,
             threads=self.threads,
             master=master,
-            bucket_bytes=self._config.bucket_bytes,
+            bucket_bytes=self.config.bucket_bytes,
             remote=self.remote,
             moves_gradient=self.moves_gradients,
-            encode=encoder_of(self._config.offload_optimizer.stored_encoding, p, [s.key for s in self._specs[like]]),
+            encode=encoder_of(self.config.offload_optimizer.stored_encoding, p, [s.key for s in self._specs[like]]),
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 

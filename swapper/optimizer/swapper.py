@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.metrics import Metrics, Moves, Stats, moves_of
+from swapper.optimizer.alike import Alike
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
 from swapper.optimizer.conversion import Conversion
 from swapper.optimizer.device_records import checksums_to_host
@@ -113,6 +114,7 @@ class OptimizerSwapper:
         self._stepper = Stepper(type(optimizer), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
         self.rounding_of = self._records.rounding_of  # Of a gradient.
+        self._alike = Alike(plan, records, self.metrics)
         self._guard = Guard(self._stepper, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
         self._conversion = Conversion(optimizer, self)
@@ -125,6 +127,7 @@ class OptimizerSwapper:
         self._follower = PlanFollower(self._records, self._stepper, pool, pool_bytes, self._guard, self._arrivals)
         if not plan.swaps_state:
             self._conversion.install_counter(optimizer, self, self._count_step)
+            self._alike.tell(optimizer)
             return
         kept, own_state = dict[Any, Any](), self._conversion.own_state
         try:
@@ -150,6 +153,7 @@ class OptimizerSwapper:
                 with suppress(SwapIOError):  # The error that is on its way already is the one to see.
                     self.close()
             raise
+        self._alike.tell(optimizer)
 
     # --- What users call -------------------------------------------------------------------------------------------
 
@@ -414,6 +418,7 @@ class OptimizerSwapper:
         with agreed(together):
             self._check_usable("step")
             self._arrivals.check_step(optimizer)
+            self._alike.check(optimizer)
             self._conversion.check_given()
             if self.gradients is not None:
                 self.gradients.check()
@@ -438,21 +443,14 @@ class OptimizerSwapper:
 
     def _count_step(self, *_: object) -> None:
         if not self._guard.closed:
+            self._alike.check(self._optimizer())
             self.metrics.steps += 1
 
     def _advise(self, before: Metrics) -> None:
-        now = self.metrics
-        waited_s = now.wait_read_s + now.wait_write_s - before.wait_read_s - before.wait_write_s
-        took_s = now.step_s - before.step_s
-        if self._advised or now.steps <= _ADVICE_AFTER_STEPS or waited_s < 0.5 * took_s or took_s < 0.25:
-            return
-        self._advised = True
-        log.warning(
-            "step() waited for the drive for %.0f %% of its %.2f s: a larger resident_bytes or pool_bytes, a faster "
-            "drive, or gradient accumulation would shorten it",
-            100 * waited_s / took_s,
-            took_s,
-        )
+        is_late = self.metrics.steps > _ADVICE_AFTER_STEPS
+        if not self._advised and is_late and (text := self.metrics.advice_since(before)):
+            self._advised = True
+            log.warning("%s", text)
 
     def _fail(self, error: BaseException, shared: list[Bucket] | None = None) -> None:
         """Note what a step that raised has left behind. For `shared` see `Guard.note_cut_off`."""
@@ -470,6 +468,7 @@ class OptimizerSwapper:
             self._guard.failure.state_loaded = True
         if self.backward_steps is not None:
             self.backward_steps.forget()
+        self._alike.tell(self._optimizer())
         if self._stepper.entered:  # Of a window that was under way. Last: writes that were put off may fail here.
             self._stepper.abandon()
 

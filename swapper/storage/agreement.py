@@ -25,6 +25,8 @@ __all__ = [
     "agreed",
     "exchanged",
     "gathered_by_first",
+    "leave_note",
+    "notes_of",
     "of_all",
     "process_group",
     "rank_count",
@@ -218,6 +220,38 @@ def gathered_by_first(value: _T) -> list[_T]:
     with _telling_of_long_waits():
         torch.distributed.gather_object(value, values, members[0], group)
     return values or []
+
+
+def leave_note(key: str, note: str) -> bool:
+    """Leave a note for other ranks, for as long as the store of `torch.distributed` lives. Waits for no rank.
+
+    Returns:
+        False if there is no store that it can be left in, which is logged.
+    """
+    try:
+        _store().set(key, note)
+    except (RuntimeError, ValueError) as error:
+        log.warning("ranks cannot be compared, as the store of torch.distributed takes no notes: %s", str(error))
+        return False
+    return True
+
+
+def notes_of(keys: Sequence[str]) -> list[str | None]:
+    """The notes that ranks have left, in the order of `keys`; None for those that are not there. Waits for no rank."""
+    try:
+        store = _store()
+        are_all_there = store.check(list(keys))
+        return [store.get(key).decode() if are_all_there or store.check([key]) else None for key in keys]
+    except (RuntimeError, ValueError) as error:
+        log.warning("ranks cannot be compared, as the store of torch.distributed does not answer: %s", str(error))
+        return [None] * len(keys)
+
+
+def _store() -> Any:
+    c10d: Any = torch.distributed.distributed_c10d
+    if (store := c10d._get_default_store()) is None:
+        raise ValueError("the default group has none")
+    return c10d.PrefixStore("swapper", store)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from device_ranks import configure, in_device_processes
 from torch import nn
 
 import swapper
+from swapper.optimizer import plan
 
 PLACES: dict[str, dict[str, Any]] = {
     "state": {"offload_optimizer": {"device": "nvme"}},
@@ -54,3 +55,25 @@ def check_bits(rank: int, path: Path, view: bool, settings: str) -> None:
 @pytest.mark.parametrize("view", [False, True], ids=["copied", "views of buckets"])
 def test_bits_are_those_of_plain_pytorch(nvme_path: Path, view: bool, settings: str) -> None:
     in_device_processes(check_bits, nvme_path, view, settings, settings=settings)
+
+
+def refuse_other_devices(rank: int, path: Path) -> None:
+    """With `step_device: auto` each rank looks for room on its own device."""
+    model = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 300)).to("sim")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "has_room", lambda *_: rank == 0)
+        for device in ("nvme", "cpu"):
+            parallel = nn.parallel.DistributedDataParallel(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            config = {"nvme_path": path, "pool_bytes": "32MiB", "offload_optimizer": {"device": device}}
+            text = "offload_optimizer.step_device: device on rank 0, cpu on rank 1; .*set device, or cpu, on all ranks"
+            with pytest.raises(swapper.ConfigError, match=text):
+                swapper.wrap_optimizer(optimizer, config)
+                parallel(torch.ones(8, 300, device="sim")).square().sum().backward()
+                optimizer.step()
+            if device == "cpu":
+                swapper.of(optimizer).close()
+
+
+def test_steps_on_other_devices_are_refused(nvme_path: Path) -> None:
+    in_device_processes(refuse_other_devices, nvme_path, settings="sim-lazy")
