@@ -329,9 +329,11 @@ class EvictedGradients:
                 values = fill_gradient(handed, values)
             else:
                 values = sharded_like(values, parameter)
+            rounded = gradient.rounded  # It is the same one, which is rounded in memory where ranks have replicas.
             gradient.begin_to_change()
             set_raw_gradient(parameter, values)
             self._forget(gradient)
+            gradient.rounded = rounded
             return values
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:

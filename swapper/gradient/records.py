@@ -85,7 +85,7 @@ class Gradient:
         parts: in order, without holes.
         stride: as it arrived.
         rounds: it is rounded to bf16 on its way to the drive. See [Note: rounded gradients] in `rounding`.
-        rounded: how often that was since it was begun.
+        rounded: how often that was since it was begun, and in which step, by its number: another begins at 0 again.
         arrived: micro-batches in it.
         stays: it was in memory before the backward that is going on.
         left: another optimizer takes it when it arrives.
@@ -104,6 +104,7 @@ class Gradient:
     device: torch.device
     rounds: bool = False
     rounded: int = 0
+    rounded_in: int = 0
     parts: list[PartRecord] = field(default_factory=list)
     state: GradientState = GradientState.IN_MEMORY
     stride: tuple[int, ...] = ()
@@ -116,6 +117,15 @@ class Gradient:
     kept: str = ""
     why: str = ""
     cause: SwapIOError | None = None
+
+    def note_begun(self, there: torch.Tensor | None) -> None:
+        """The next micro-batch arrives, and `there` is in memory."""
+        if self.state is GradientState.IN_MEMORY and there is None:
+            self.rounded = 0
+
+    def count_rounding(self, step: int) -> None:
+        """It is about to be rounded in the step of this number."""
+        self.rounded, self.rounded_in = (self.rounded if self.rounded_in == step else 0) + 1, step
 
     def begin_to_change(self) -> None:
         """It is LOST until that is over: Ctrl-C may strike before."""

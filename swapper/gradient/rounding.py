@@ -7,10 +7,12 @@ somebody takes it before it is written: what a gradient becomes must not depend 
 So micro-batches are added up in fp32, and each sum is rounded.
 
 The random bits are a function of the number of steps that were made, of how often this gradient was rounded since it
-was begun, and of the parameter's number and the element's index in it, as those of state are. Each pass draws its own:
-with those of the pass before, its error would depend on that one's, and the mean would not be the sum.
+was begun, in this step, and of the parameter's number and the element's index in it, as those of state are. Each pass
+draws its own: with those of the pass before, its error would depend on that one's, and the mean would not be the sum.
 
-What stays in memory is never rounded. A gradient that an accelerator still copies is rounded by whoever finishes its
+What stays in memory is not rounded in one process. Where `torch.distributed` is initialized it is, in its place, as it
+would be on its way to the drive: one rank may have used the values of a gradient, to log them, and others not, and
+replicas of it must stay alike. A gradient that an accelerator still copies is rounded by whoever finishes its
 record, so nothing of it may be taken before that. Norms for clipping are those of rounded values, as a step uses them.
 """
 

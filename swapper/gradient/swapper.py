@@ -6,7 +6,7 @@ without a store, kept in the pool), and its own memory is freed. What is smaller
 
 [Note: gradients that stay] What was in memory when a backward came to it stays there: autograd adds to it in place, as
 ever, and whoever holds it sees that. It was assigned, or it was evicted and its values were used. It is taken again
-when it has been None since.
+when it has been None since. [Note: rounded gradients] in `rounding` says when it is rounded in its place.
 
 [Note: gradients of an accelerator] They are copied, and added up, on a stream of their own, while the backward goes on:
 nothing waits but the drive, which writes a part when it was copied. What follows the backward on the current stream
@@ -52,7 +52,7 @@ from swapper.gradient.records import (
     fitting,
     record_bytes,
 )
-from swapper.gradient.rounding import PlaceOf, rounding_of
+from swapper.gradient.rounding import PlaceOf, decode_in_place, rounding_of
 from swapper.io.devices import refuse_in_graph
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.backward_agreement import raised_by_all
@@ -278,7 +278,8 @@ class GradientSwapper(EvictedGradients):
             assert isinstance(p, torch.nn.Parameter)
             self._join_left(gradient)
             bring_back_gradients([p], (self, self._window))
-            gradient.stays = raw_gradient(p) is not None
+            gradient.note_begun(there := raw_gradient(p))
+            gradient.stays = there is not None
 
     def _count_and_arrive(self, gradient: Gradient | None, p: torch.nn.Parameter) -> None:
         if raw_gradient(p) is None:
@@ -288,6 +289,8 @@ class GradientSwapper(EvictedGradients):
         with self._lock:
             if gradient is not None and not gradient.stays:
                 self._arrive(gradient, p, take=not last)
+            elif gradient is not None and is_sharded(p) and not last:
+                self._round_in_memory(gradient, p)
         if last:
             assert self._window is not None
             self._window.complete(p)
@@ -303,6 +306,7 @@ class GradientSwapper(EvictedGradients):
             try:
                 if gradient is not None:
                     gradient.stays = adds_in_place(caller)
+                    gradient.note_begun(raw_gradient(p) if gradient.stays else None)
                     self._count_and_arrive(gradient, p)
             finally:
                 if not adds_in_place(caller):  # Else it has the memory that it had before, perhaps one of the user's.
@@ -380,7 +384,8 @@ class GradientSwapper(EvictedGradients):
                 if gradient.rounds and norm_type is not None:  # `fresh` may be the user's, too.
                     to_norm = torch.empty_strided(fresh.shape, fresh.stride(), dtype=fresh.dtype, device=fresh.device)
                 flat_to_norm = to_norm.as_strided((fresh.numel(),), (1,))
-                gradient.rounded += gradient.rounds
+                if gradient.rounds and self._place_of is not None:
+                    gradient.count_rounding(self._place_of(p)[0])
                 copies.begin()
                 copy = None
                 for part in gradient.parts:
@@ -440,6 +445,25 @@ class GradientSwapper(EvictedGradients):
             self._undo(gradient, p, GradientState.EVICTED, error)
             raise
 
+    def _round_in_memory(self, gradient: Gradient, p: torch.nn.Parameter) -> None:
+        """Round a gradient that stays in memory as it would be on its way to the drive: other ranks may take theirs."""
+        arrived = raw_gradient(p)
+        if not gradient.rounds or self._place_of is None or arrived is None:
+            return
+        fresh = local_of(arrived)
+        if not gradient.can_take(fresh):
+            return
+        gradient.count_rounding(self._place_of(p)[0])
+        with modes_kept():
+            set_grad_mode(False)
+            flat = fresh.as_strided((fresh.numel(),), (1,))
+            for part in gradient.parts:
+                piece = flat[part.start : part.stop]
+                values = piece.to("cpu", copy=True)
+                rounding_of(self._place_of, gradient, part, p).encode_in_place(values)
+                decode_in_place(values)
+                piece.copy_(values)
+
     def _undo(self, gradient: Gradient, p: torch.nn.Parameter, before: GradientState, error: BaseException) -> None:
         """After joining a gradient with what was `before` was cut off."""
         if before is GradientState.IN_MEMORY:
@@ -478,14 +502,13 @@ class GradientSwapper(EvictedGradients):
                 for gradient in self._gradients.values():
                     p = gradient.parameter()
                     if p is not None and not is_sharded(p):
-                        gradient.stays = raw_gradient(p) is not None or gradient.somebody_has_it() is not None
+                        gradient.note_begun(there := raw_gradient(p))
+                        gradient.stays = there is not None or gradient.somebody_has_it() is not None
             for gradient in list(self._gradients.values()):
                 p = gradient.parameter()
                 if p is None or is_sharded(p) or gradient.state is GradientState.IN_MEMORY:
                     continue
-                rounded = 0 if gradient.stays else gradient.rounded  # It is not begun anew: see `rounding`.
                 self.bring_back(p)
-                gradient.rounded = rounded
         # A backward inside of another, as reentrant checkpointing makes it, is over before gradients are reduced.
         if not is_nested():
             call_at_the_end(self._collect)
@@ -496,10 +519,12 @@ class GradientSwapper(EvictedGradients):
             self._tasks.clear()
             for gradient in self._gradients.values():
                 p = gradient.parameter()
-                if self._closed or p is None or is_sharded(p) or gradient.stays or gradient.left:
+                if self._closed or p is None or is_sharded(p) or gradient.left:
                     continue
                 fresh = raw_gradient(p)
-                if fresh is not None and gradient.can_take(fresh):
+                if gradient.stays:
+                    self._round_in_memory(gradient, p)
+                elif fresh is not None and gradient.can_take(fresh):
                     self._take(gradient, p, fresh)
 
     # --- Planning --------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ import torch
 from rounded_gradients import RoundedGradients
 from sharded_nets import Case, Net, in_processes, loss_of, same, sharded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
@@ -111,3 +114,54 @@ def train_replicas(rank: int, directory: str) -> None:
 @pytest.mark.long
 def test_replicas_stay_alike(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_replicas, str(nvme_path))
+
+
+def look_on_one_rank(rank: int, directory: str) -> None:
+    """Rank 0 alone looks at gradients between micro-batches, or holds them: those stay in memory there."""
+
+    def made(way: str) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        if way == "shards":
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+            for module in (net[0], net[2], net):
+                fully_shard(module, mesh=mesh)
+            return net, net
+        return net, DistributedDataParallel(net, gradient_as_bucket_view=way == "views")
+
+    def local(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def trained(way: str, looks: str, to_none: bool) -> list[torch.Tensor]:
+        net, parallel = made(way)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        swapper.wrap_optimizer(optimizer, config_of(directory, gradient_accumulation_steps=3))
+        kept: list[Any] = []
+        for step in range(3):
+            for turn in range(3):
+                generator = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+                parallel(torch.randn(4, 64, generator=generator)).square().mean().backward()
+                if rank == 0 and turn == step:
+                    if looks == "values":
+                        assert all(local(p.grad).norm() > 0 for p in net.parameters())
+                    elif looks == "objects":
+                        kept[:] = [p.grad for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            for p in net.parameters():
+                others = [torch.empty_like(local(p)) for _ in range(2)]
+                torch.distributed.all_gather(others, local(p).detach())
+                assert same(others[0], others[1]), (way, looks, to_none, step)
+        swapper.of(optimizer).close()
+        return [local(p).detach() for p in net.parameters()]
+
+    for way in ("copies", "views", "shards"):
+        expected = trained(way, "", True)
+        for looks in ("values", "objects"):
+            for to_none in (True, False):
+                assert all(map(same, trained(way, looks, to_none), expected)), (way, looks, to_none)
+
+
+@pytest.mark.long
+def test_replicas_stay_alike_if_one_rank_looks_at_gradients(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(look_on_one_rank, str(nvme_path))
