@@ -75,5 +75,6 @@ def refuse_other_devices(rank: int, path: Path) -> None:
                 swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_steps_on_other_devices_are_refused(nvme_path: Path) -> None:
     in_device_processes(refuse_other_devices, nvme_path, settings="sim-lazy")

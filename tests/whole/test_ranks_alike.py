@@ -133,6 +133,7 @@ def refuse_when_wrapped(rank: int, directory: str) -> None:
             swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_what_differs_is_refused_when_it_is_wrapped(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(refuse_when_wrapped, str(nvme_path))
 
@@ -163,6 +164,7 @@ def refuse_in_first_step(rank: int, directory: str) -> None:
             swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_what_differs_is_refused_in_the_first_step(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(refuse_in_first_step, str(nvme_path))
 
@@ -231,6 +233,7 @@ def refuse_other_steps(rank: int, directory: str) -> None:
             swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_a_load_of_other_steps_is_refused(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(refuse_other_steps, str(nvme_path))
 
@@ -295,6 +298,7 @@ def train_apart(rank: int, directory: str) -> None:
         swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_ranks_with_models_of_their_own_may_differ(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(train_apart, str(nvme_path))
 
@@ -330,5 +334,6 @@ def refuse_shards(rank: int, directory: str) -> None:
         swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_shards_are_refused_when_they_are_wrapped(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(refuse_shards, str(nvme_path))
