@@ -29,7 +29,7 @@ from swapper.io.checksums import checksum
 from swapper.io.host_memory import bytes_of
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
-from swapper.optimizer.state_dicts import StateRecords, as_plain_state, steps_on_device
+from swapper.optimizer.state_dicts import StateRecords, as_plain_state, refuse_stray_state, steps_on_device
 from swapper.storage.buffers import Lease
 from swapper.tensors.sharded import Sharding, box_of, is_sharded, local_of, sharded_like
 from swapper.tensors.strides import contiguous_stride, is_dense, same_order
@@ -88,7 +88,7 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         read. No step can be made then before a load succeeds.
 
     Raises:
-        ConfigError: it has master weights, and `optimizer` cannot.
+        ConfigError: it has master weights, or state that belongs to no parameter, and `optimizer` cannot.
         SwapError, SwapIOError: as above; or some of it is in an annex that this process does not reach.
     """
     loader = _StateLoader(optimizer, checkpoint, number)
@@ -100,7 +100,10 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    return functools.partial(loader.load, loader.state.parts.state_dict({}, range(len(loader.state.wholes))))
+    state_dict = loader.state.parts.state_dict({}, range(len(loader.state.wholes)))
+    if swapper is not None:
+        refuse_stray_state(state_dict["state"], ())
+    return functools.partial(loader.load, state_dict)
 
 
 def _bits_now(

@@ -41,6 +41,7 @@ __all__ = [
     "as_plain_state",
     "as_plain_states",
     "is_shared",
+    "refuse_stray_state",
     "state_by_position",
     "steps_on_device",
 ]
@@ -514,23 +515,33 @@ def is_shared(optimizer: Optimizer) -> bool:
 
 
 def state_by_position(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The state of each parameter that has some, by its position in the groups of a state dict that is loaded."""
+    """The state of each parameter that has some, by its position in the groups of a state dict that is loaded.
+
+    Raises:
+        ConfigError: there is state of something else.
+    """
     groups, state = state_dict["param_groups"], state_dict["state"]
-    # As torch does it, but while all ranks are still here.
+    # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
+    names = [name for group in groups for name in group["params"]]
     lengths = [[len(group["params"]) for group in each] for each in (groups, optimizer.param_groups)]
-    if lengths[0] != lengths[1] and is_shared(optimizer):
+    if lengths[0] == lengths[1]:
+        refuse_stray_state(state, set(names))
+    elif is_shared(optimizer):  # Torch refuses it too, but here all ranks are still there.
         raise ValueError(
             f"loaded state dict has groups of {lengths[0]} parameters, and the optimizer of {lengths[1]}; no state was "
             "loaded"
         )
-    # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
-    names = [name for group in groups for name in group["params"]]
-    if others := [name for name in state.keys() - set(names) if not isinstance(name, int)]:
-        raise ConfigError(
-            f"the state dict that is loaded has state that belongs to no parameter ({others[0]!r}), or names "
-            "parameters otherwise than its groups; that cannot be swapped"
-        )
     return {i: state[name] for i, name in enumerate(names) if name in state}
+
+
+def refuse_stray_state(state: Mapping[Any, Any], names: Container[Any]) -> None:
+    """Raise `ConfigError` for state of other than the parameters `names`. Plain PyTorch keeps it, and never uses it."""
+    if others := [name for name, entries in state.items() if name not in names and entries != {}]:
+        raise ConfigError(
+            f"the state dict that is loaded has state that belongs to no parameter ({others[0]!r}): its groups do not "
+            "list it, or name it otherwise; that cannot be swapped. Remove it from state_dict['state'], or correct "
+            "'params' of the groups; no state was loaded"
+        )
 
 
 def steps_on_device(optimizer: Optimizer) -> set[torch.nn.Parameter]:

@@ -342,6 +342,22 @@ def whole_state(training: Training) -> Any:
     return bits([dict(training.model.state_dict()), training.optimizer.state_dict()])
 
 
+def test_state_of_no_parameter_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """A plain optimizer keeps what it was given, and gives it to a checkpoint; a swapped one cannot."""
+    first, plain, swapped = (Training(path).steps(steps) for path, steps in [(None, 2), (None, 1), (tmp_path, 1)])
+    given = first.optimizer.state_dict()
+    given["state"][77] = {"exp_avg": torch.ones(3)}
+    first.optimizer.load_state_dict(given)
+    swapper.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
+    swapper.load_checkpoint(tmp_path / "saved", plain.model, plain.optimizer)
+    assert bits(plain.optimizer.state_dict()["state"]) == bits(first.optimizer.state_dict()["state"])
+    before = whole_state(swapped)
+    with pytest.raises(ConfigError, match=r"belongs to no parameter \(77\)"):
+        swapper.load_checkpoint(tmp_path / "saved", swapped.model, swapped.optimizer)
+    assert whole_state(swapped) == before
+    swapped.steps(1)
+
+
 class SetsItsState(torch.optim.AdamW):
     """Has a `load_state_dict` that knows nothing of torch's hooks, as those of bitsandbytes."""
 

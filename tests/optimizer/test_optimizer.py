@@ -477,6 +477,23 @@ def test_loading_a_state_of_other_shapes_changes_nothing(nvme_path: Path) -> Non
         assert_same_state(saved, optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", [7, "head.weight"])
+def test_loading_state_of_a_parameter_that_no_group_has_is_refused(name: Any, nvme_path: Path) -> None:
+    """Plain PyTorch keeps such state, under the name that it has, and gives it in the next state dict."""
+    model = make_model()
+    optimizer = adamw(model)
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        stray = {**saved, "state": {**saved["state"], name: {"exp_avg": torch.ones(3)}}}
+        with pytest.raises(swapper.ConfigError, match=rf"belongs to no parameter \({name!r}\).*no state was loaded"):
+            optimizer.load_state_dict(stray)
+        assert_same_state(saved, optimizer.state_dict())
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], name: {}}})
+        assert_same_state(saved, optimizer.state_dict())
+        run(model, optimizer, range(2, 3))
+
+
 def test_state_with_masters_needs_masters(nvme_path: Path) -> None:
     model = make_model(torch.bfloat16)
     optimizer, other = adamw(model), adamw(model)
