@@ -11,7 +11,7 @@ import errno as _errno
 import os
 from collections.abc import Iterator
 
-__all__ = ["ConfigError", "SwapError", "SwapIOError", "path_given", "system_errors"]
+__all__ = ["ConfigError", "SwapError", "SwapIOError", "is_memory_shortage", "path_given", "system_errors"]
 
 _CAUSES = {
     _errno.ENOSPC: "the drive is full: free some space or name another `nvme_path`",
@@ -108,6 +108,19 @@ def renewed(
         error.offset_bytes,
         error.length_bytes,
         detail or error.detail,
+    )
+
+
+def is_memory_shortage(error: BaseException) -> bool:
+    """True if `error` is of an allocation that failed, on the host or on a device: a failure of nothing else.
+
+    Python has a class for it, torch one for devices; its allocator on the host raises a `RuntimeError`.
+    """
+    texts = ("allocate memory", "out of memory", "bad_alloc")
+    if isinstance(error, OSError):
+        return error.errno == _errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )
 
 

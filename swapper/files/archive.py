@@ -9,10 +9,24 @@ extra fields. (APPNOTE.TXT of PKWARE, version 6.3.)
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ArchiveEntry", "BadArchive", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
+__all__ = [
+    "ZIP_START",
+    "ArchiveEntry",
+    "BadArchive",
+    "check_payloads",
+    "descriptor",
+    "directory",
+    "header_bytes",
+    "local_header",
+    "read_directory",
+]
+
+ZIP_START = b"PK\3\4"
+"""The first bytes of each such file."""
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -57,7 +71,7 @@ def local_header(record: ArchiveEntry, alignment_bytes: int) -> bytes:
     start = record.offset_bytes + _LOCAL.size + len(name) + len(extra) + 4
     padding = -start % alignment_bytes
     extra += struct.pack("<2sH", _PADDING_EXTRA, padding) + b"Z" * padding
-    return _LOCAL.pack(b"PK\3\4", 0, _flags(record), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+    return _LOCAL.pack(ZIP_START, 0, _flags(record), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
 def header_bytes(header: bytes) -> int:
@@ -66,7 +80,7 @@ def header_bytes(header: bytes) -> int:
     Raises:
         BadArchive: it is none.
     """
-    if len(header) < _LOCAL.size or not header.startswith(b"PK\3\4"):
+    if len(header) < _LOCAL.size or not header.startswith(ZIP_START):
         raise BadArchive("a local header is damaged")
     *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     return int(_LOCAL.size + name_bytes + extra_bytes)
@@ -158,6 +172,19 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     if not len(records) == len({record.name for record in records}) == len({record.offset_bytes for record in records}):
         raise BadArchive("its directory is damaged")
     return records
+
+
+def check_payloads(data: bytes) -> None:
+    """Compare each payload of a ZIP file that is in memory with its checksum, where the file has one.
+
+    Raises:
+        BadArchive: one differs, or it is no whole ZIP file.
+    """
+    for record in read_directory(lambda offset, length: data[offset : offset + length], len(data)):
+        start = record.offset_bytes + header_bytes(data[record.offset_bytes : record.offset_bytes + _LOCAL.size])
+        payload = memoryview(data)[start : start + record.length_bytes]
+        if record.crc32 not in (None, zlib.crc32(payload)):
+            raise BadArchive(f"the record {record.name!r} does not match its checksum: the file was damaged")
 
 
 def _records(data: bytes, count: int, stop: int) -> list[ArchiveEntry]:

@@ -17,6 +17,7 @@ import os
 import pickle
 import secrets
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -37,7 +38,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, is_memory_shortage
+from swapper.files.archive import ZIP_START, check_payloads
 from swapper.files.fastsave import Prepared
 from swapper.files.file_buffers import POOL_BYTES
 from swapper.files.input_file import InputFile
@@ -159,7 +161,8 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 class SwapStorageReader(FileSystemReader):
     """`FileSystemReader` of torch, through the engine: for `dcp.load`.
 
-    Each tensor is compared with its checksum, copied to its target, and freed before the next is read.
+    Each tensor is compared with its checksum, copied to its target, and freed before the next is read. Objects are
+    compared with theirs before they are unpickled.
 
     Args:
         path: directory of the checkpoint, of this module's writer or torch's.
@@ -167,8 +170,8 @@ class SwapStorageReader(FileSystemReader):
         handle: engine to read with, left open; None for one of its own for each file.
 
     Raises:
-        SwapIOError: from `dcp.load`, wrapped by it: a file cannot be read, is truncated or damaged (EBADMSG), or is not
-            in the directory.
+        SwapIOError: from `dcp.load`, wrapped by it: a file cannot be read, is truncated, is damaged or has what cannot
+            be unpickled (EBADMSG), or is not in the directory.
     """
 
     def __init__(
@@ -239,10 +242,15 @@ def _incomplete(metadata: Metadata) -> str | None:
 
 def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
     if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(file.used_by(lambda: file.read(file.length_bytes))))
+        data = file.used_by(lambda: file.read(file.length_bytes))
+        with _named(file, item):
+            if data.startswith(ZIP_START):
+                check_payloads(data)
+            planner.load_bytes(item, io.BytesIO(data))
         return
     file.check(item.storage_index.fqn)
-    tensor = file.used_by(lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
+    with _named(file, item):
+        tensor = file.used_by(lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)
     target = planner.resolve_tensor(item).detach()
@@ -250,3 +258,17 @@ def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
         raise ValueError(f"{item.storage_index.fqn}: {tuple(tensor.size())} is stored, {tuple(target.size())} wanted")
     target.copy_(tensor)
     planner.commit_tensor(item, target)
+
+
+@contextlib.contextmanager
+def _named(file: InputFile, item: ReadItem) -> Iterator[None]:
+    """Let what fails within be an error that names the file: torch's do not."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if is_memory_shortage(error):
+            raise
+        detail = f"{item.storage_index.fqn!r} cannot be loaded: {type(error).__name__}: {error}"
+        raise SwapIOError(errno.EBADMSG, "read", file.path, file.base_bytes, file.length_bytes, detail) from error

@@ -41,7 +41,6 @@ from swapper.tensors.homes import gathered, home_of
 __all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
-_ZIP_START = b"PK\3\4"
 _DEFERRED_BYTES_MIN = 1 << 20
 _NO_STORAGES = frozenset([str, int, float, bool, bytes, tuple, list, dict, set, type, type(None), types.FunctionType])
 
@@ -409,7 +408,7 @@ def load(
     direct = weights_only and has_accelerator() and not callable(map_location)
     with InputFile(path, pool_bytes=pool_bytes, handle=handle) as file:
         start = file.read_at(0, 4)
-        if _ZIP_START.startswith(start):  # Also a file that is shorter, or empty, as others leave it after a crash.
+        if archive.ZIP_START.startswith(start):  # Also of one that is shorter, or empty, as a crash leaves it.
             file.check()
             if direct:
                 found = _load_to_devices(file, map_location, load_from)

@@ -98,7 +98,8 @@ class InputFile(io.RawIOBase):
         handle: engine to read with; None for one of its own.
 
     Attributes:
-        length_bytes: of the file, or of its part: see `restrict`.
+        base_bytes: offset of the part of the file that this is: see `restrict`.
+        length_bytes: of the file, or of its part.
         readinto: reads, as of any raw file.
         defer_from_bytes: reads of storages of at least this length return with the memory untouched, for `fill` to read
             them later; 0 for none. Needs `check`.
@@ -124,7 +125,7 @@ class InputFile(io.RawIOBase):
         self.readinto = serving.send  # type: ignore[method-assign, assignment]
         self.deferred: tuple[int, int] | None = None
         self.defer_from_bytes = 0
-        self._base = 0
+        self.base_bytes = 0
         self._position = 0
         self._records: dict[int, ArchiveEntry] = {}
         self._announced: ArchiveEntry | None = None
@@ -154,7 +155,7 @@ class InputFile(io.RawIOBase):
         """
         if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self._file_bytes:
             raise SwapIOError(errno.ENODATA, "read", self.path, offset_bytes, length_bytes)
-        self._base, self.length_bytes, self._position = offset_bytes, length_bytes, 0
+        self.base_bytes, self.length_bytes, self._position = offset_bytes, length_bytes, 0
         self._records, self._announced = {}, None
 
     def check(self, name: str = "") -> None:
@@ -198,7 +199,7 @@ class InputFile(io.RawIOBase):
         """
         with system_errors("read", self.path):
             length_bytes = max(0, min(length_bytes, self.length_bytes - offset_bytes))
-            return os.pread(self._file.fileno(), length_bytes, self._base + offset_bytes)
+            return os.pread(self._file.fileno(), length_bytes, self.base_bytes + offset_bytes)
 
     def fill(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Read the bytes of a storage, on any device, from `offset_bytes` on.
@@ -274,7 +275,7 @@ class InputFile(io.RawIOBase):
         length_bytes = len(memory)
         if not length_bytes:
             return
-        start = self._base + offset_bytes
+        start = self.base_bytes + offset_bytes
         stop = start + length_bytes
         # A small read at a random offset prefetches nothing; one that goes on where the last one ended more and more.
         on = 0 <= start - self._end_of_last <= _NEXT_TO_BYTES

@@ -234,6 +234,43 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_damaged_object_is_refused_by_its_name_wherever_the_damage_is(tmp_path: Path, writer: str) -> None:
+    """A bit in a number of a pickle gives another number: only its checksum says so."""
+    saved = {"step": 123456, "weight": torch.ones(5)}
+    dcp.save(saved, storage_writer=WRITERS[writer](tmp_path))
+    metadata, path = pickle.loads((tmp_path / ".metadata").read_bytes()), tmp_path / "__0_0.distcp"
+    part = next(info for index, info in metadata.storage_data.items() if index.fqn == "step")
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(part.offset, part.offset + part.length):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        target = {"step": 0, "weight": torch.zeros(5)}
+        try:
+            dcp.load(target, storage_reader=SwapStorageReader(tmp_path))
+            assert same(target, saved), at
+        except (SwapIOError, CheckpointException) as error:
+            cause = error if isinstance(error, SwapIOError) else error.failures[0][0]
+            assert isinstance(cause, SwapIOError) and cause.errno == errno.EBADMSG, at
+            assert cause.filename == str(path) and "'step' cannot be loaded" in str(cause)
+            refused += 1
+    assert refused > 300
+
+
+class _NoRoom:
+    def __reduce__(self) -> Any:
+        return torch.empty, (1 << 60,)
+
+
+def test_memory_that_is_short_is_not_called_damage(tmp_path: Path) -> None:
+    dcp.save({"large": _NoRoom()}, storage_writer=SwapStorageWriter(tmp_path))
+    with pytest.raises((RuntimeError, CheckpointException), match="allocate memory") as caught:
+        dcp.load({"large": None}, storage_reader=SwapStorageReader(tmp_path))
+    assert "Bad message" not in str(caught.value)
+
+
 @pytest.mark.parametrize("damage", ["a part is smaller", "a part is missing", "no pickle", "another pickle", "empty"])
 def test_damaged_metadata_is_refused_by_its_name(tmp_path: Path, damage: str) -> None:
     """Of a part that is smaller torch reads less, and leaves the rest of the tensor as it was."""
