@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import mmap
@@ -83,7 +82,8 @@ class StoredTensor:
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, in the order of its header.
 
-    The header is checked: every tensor of the result fits the file, and PyTorch can have its shape.
+    The header is checked: PyTorch can have the shape of each tensor, and the tensors are the file, without holes and
+    without bytes behind the last, as the reference implementation demands.
 
     Raises:
         SwapIOError: the file cannot be read, or is shorter than its header says.
@@ -91,14 +91,18 @@ def read_header(path: Path) -> list[StoredTensor]:
     """
     table, length, size_bytes = _table_of(path)
     found = [_entry(path, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"]
-    ordered = sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes))
-    for one, other in itertools.pairwise(ordered):
-        if other.start_bytes < one.stop_bytes:
-            raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
-    for tensor in found:
+    end, before = 8 + length, "the header"
+    for tensor in sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes)):
+        if tensor.start_bytes < end:
+            raise _malformed(path, f"tensors {before} and {show(tensor.name)} overlap")
         if tensor.stop_bytes > size_bytes:
             detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
             raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, tensor.length_bytes, detail)
+        if tensor.start_bytes > end:
+            raise _malformed(path, f"{tensor.start_bytes - end} bytes before tensor {show(tensor.name)} are of none")
+        end, before = tensor.stop_bytes, show(tensor.name)
+    if end != size_bytes:
+        raise _malformed(path, f"{size_bytes - end} bytes behind its last tensor are of none")
     return found
 
 

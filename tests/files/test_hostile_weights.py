@@ -407,13 +407,9 @@ def test_a_path_with_a_null_character(tmp_path: Path) -> None:
 
 def test_complex_numbers_are_not_put_into_real_parameters(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    header, payload = place.parts[FIRST]
-    name = next(name for name in header if name.endswith("weight"))
-    shape = header[name]["shape"]
-    length = 8 * torch.Size(shape).numel()
-    offsets = [len(payload), len(payload) + length]
-    header = header | {name: {"dtype": "C64", "shape": shape, "data_offsets": offsets}}
-    (place.directory / FIRST).write_bytes(file_of(header, payload + bytes(length)))
+    name = next(name for name in place.parts[FIRST][0] if name.endswith("weight"))
+    state = place.state | {name: torch.zeros_like(place.state[name], dtype=torch.complex64)}
+    (place.directory / FIRST).write_bytes(file_of(*parts_of(state)[FIRST]))
     model = make_model()
     before = values_of(model)
     for path in (place.directory, place.directory / FIRST):

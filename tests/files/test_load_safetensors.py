@@ -245,6 +245,13 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "before the start": ({"a": entry(offsets=(-8, 0))}, "tensor 'a' is at bytes -8 to 0, but needs 8"),
     "overlapping": ({"a": entry(), "b": entry(offsets=(4, 12))}, "tensors 'a' and 'b' overlap"),
     "a name twice": (b'{"a":1,"a":2}', "a name comes twice"),
+    "bytes behind the last": ({"a": entry()}, "8 bytes behind its last tensor are of none"),
+    "no tensors, but bytes": ({}, "16 bytes behind its last tensor are of none"),
+    "bytes before the first": ({"a": entry(offsets=(8, 16))}, "8 bytes before tensor 'a' are of none"),
+    "bytes in between": (
+        {"a": entry(shape=[1], offsets=(0, 4)), "b": entry(offsets=(8, 16))},
+        "4 bytes before tensor 'b' are of none",
+    ),
 }
 
 
@@ -255,6 +262,8 @@ def test_a_broken_header_is_named(why: str, tmp_path: Path) -> None:
     with pytest.raises(swapper.SwapError, match=r"weights\.safetensors is not a whole safetensors file: .*") as caught:
         swapper.load_safetensors(Mlp(), path)
     assert message in str(caught.value)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load(path.read_bytes())
 
 
 @pytest.mark.parametrize("content", [b"", b"\x02", struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 3) + b"{}"])
