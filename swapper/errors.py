@@ -26,6 +26,7 @@ _CAUSES = {
     _errno.EMFILE: "too many open files: raise `ulimit -n` or make `bucket_bytes` larger",
     _errno.EINVAL: "the file system refused the request: O_DIRECT may be unsupported there",
     _errno.ENODATA: "the file ended before the bytes asked for: it was truncated or never written",
+    _errno.EFAULT: "the memory may not be used so: nothing can be read into a read-only mapping; give a clone of it",
     _errno.ENOMEM: "the kernel had no memory for the request",
 }
 _CAUSE_OF_COPY = "the accelerator reported a failure: load a checkpoint in a new process, and look at the driver's log"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import mmap
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from address_range import WINDOW_BYTES, AddressRange
 from conformance import BLOCK, SUBJECTS, Conformance, Subject, fails, random_bytes, wait_all
+from isolation import alone
 from still_drive import still
 
 from swapper.errors import SwapError
@@ -60,6 +63,26 @@ def test_only_the_edges_of_an_unaligned_transfer_are_cut_off(subject: Subject, t
         blocks = -(-(length - head - tail) // BLOCK)
         handle.write(file, subject.place(random_bytes(length)), offset).wait()
         assert plan.writes == (head > 0) + blocks + (tail > 0)
+
+
+def read_into_what_is_read_only(subject: Subject, directory: str, misalignment: int) -> None:
+    for name, length in (("file", 3 * BLOCK), ("mapped", 4 * BLOCK)):
+        (Path(directory) / name).write_bytes(bytes(length))
+    with open(Path(directory) / "mapped", "rb") as mapped, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that it cannot be written to.
+        memory = mmap.mmap(mapped.fileno(), 0, access=mmap.ACCESS_READ)
+        target = torch.frombuffer(memory, dtype=torch.uint8, offset=misalignment, count=3 * BLOCK)
+    good = torch.ones(3 * BLOCK, dtype=torch.uint8)
+    with subject.handle() as handle, subject.open(handle, Path(directory) / "file", "r") as file:
+        fails(handle.read(file, target), errno.EFAULT)
+        assert handle.read(file, good).wait() == good.numel()
+    assert not good.any()
+
+
+@pytest.mark.parametrize("misalignment", [0, 1, 4095])
+def test_a_read_into_a_read_only_mapping_fails(subject: Subject, tmp_path: Path, misalignment: int) -> None:
+    """Unaligned memory is copied to by a thread of ours, which a mere store would end, with the process."""
+    alone(read_into_what_is_read_only, subject, str(tmp_path), misalignment)
 
 
 # --- Ends, with transfers in flight ---------------------------------------------------------------------------------
