@@ -13,6 +13,7 @@
 #endif
 
 #include "codec_tiles.h"
+#include "crc32c.h"
 #include "crew.h"
 
 namespace swapper {
@@ -40,6 +41,8 @@ constexpr unsigned kHasSigns = 16;
 constexpr unsigned kHasZeros = 32;
 
 using Block = std::array<Byte, kBlockBytes>;
+using End = std::array<std::uint64_t, 2>;
+static_assert(sizeof(End) == kPackedEndBytes);
 
 constexpr std::size_t aligned(std::size_t bytes, std::size_t alignment = kAlignment) {
     return (bytes + alignment - 1) / alignment * alignment;
@@ -407,7 +410,7 @@ constexpr bool fits(std::size_t offset, std::size_t bytes, std::size_t length) {
 std::vector<Chunk> chunks_of(const PackedRecord& record) {
     std::vector<Chunk> chunks;
     const std::size_t length = record.length_bytes;
-    check(!record.pieces.empty() && fits(record.end_offset, 8, record.pieces[0].values_offset));
+    check(!record.pieces.empty() && fits(record.end_offset, kPackedEndBytes, record.pieces[0].values_offset));
     std::size_t cursor = record.pieces[0].values_offset;
     for (const PackedPiece& piece : record.pieces) {
         const std::size_t table_bytes = kPackedEntryBytes * blocks_of(piece.numel);
@@ -460,16 +463,27 @@ std::vector<std::size_t> offsets_of(const PackedRecord& record, const std::vecto
     return offsets;
 }
 
+// What says of a record that its values end at `stop`, and are packed as its tables say.
+End end_of(const PackedRecord& record, std::size_t stop) {
+    std::uint32_t crc = 0;
+    for (const PackedPiece& piece : record.pieces) {
+        crc = crc32c(bytes_at(record, piece.table_offset), kPackedEntryBytes * blocks_of(piece.numel), crc);
+    }
+    return {stop, crc};
+}
+
 // The chunks of a packed record, with their packed lengths; and their offsets. Throws as packed_offsets().
 std::vector<std::size_t> located(const PackedRecord& record, std::vector<Chunk>& chunks) {
     chunks = chunks_of(record);
     for (Chunk& chunk : chunks) chunk.data_bytes = chunk_bytes(chunk.table, chunk.numel);
     std::vector<std::size_t> offsets = offsets_of(record, chunks);
-    std::uint64_t end = 0;
-    std::memcpy(&end, bytes_at(record, record.end_offset), 8);
-    if (end != offsets[record.pieces.size()]) {
-        throw std::invalid_argument("packed values end at " + std::to_string(offsets[record.pieces.size()]) +
-                                    " by its tables, and says " + std::to_string(end));
+    End found;
+    std::memcpy(found.data(), bytes_at(record, record.end_offset), kPackedEndBytes);
+    const End wanted = end_of(record, offsets[record.pieces.size()]);
+    if (found != wanted) {
+        throw std::invalid_argument("packed values end at " + std::to_string(wanted[0]) + ", with checksum " +
+                                    std::to_string(wanted[1]) + ", by its tables, and it says " +
+                                    std::to_string(found[0]) + " and " + std::to_string(found[1]));
     }
     return offsets;
 }
@@ -495,8 +509,8 @@ std::vector<std::size_t> pack_record(const PackedRecord& record, unsigned thread
     }
     std::memmove(end, bytes_at(record, record.tail_offset), record.tail_bytes);
     std::vector<std::size_t> offsets = offsets_of(record, chunks);
-    const std::uint64_t stop = offsets[record.pieces.size()];
-    std::memcpy(bytes_at(record, record.end_offset), &stop, 8);
+    const End stop = end_of(record, offsets[record.pieces.size()]);
+    std::memcpy(bytes_at(record, record.end_offset), stop.data(), kPackedEndBytes);
     return offsets;
 }
 
@@ -528,7 +542,7 @@ void unpack_record(const PackedRecord& record, unsigned threads, InstructionSet 
             unpack_chunk(chunks[i], chunks[run.begin].values + left, kernel);
         }
     });
-    std::memset(bytes_at(record, record.end_offset), 0, 8);
+    std::memset(bytes_at(record, record.end_offset), 0xFF, kPackedEndBytes);
 }
 
 std::size_t packed_bytes(const void* table, std::size_t numel) {

@@ -24,9 +24,10 @@
 // behind zeros.
 //
 // A record is packed where it lies. Its pieces follow one another, and data goes to the front, never past the
-// value that is read next; unpacking goes backward. A number in the record says where its packed
-// values end, or 0 if it is not packed, so that nothing else has to remember which of them a buffer has. The
-// tail has no part in it: how long that is, others say.
+// value that is read next; unpacking goes backward. Two numbers of 8 bytes in the record say where its packed
+// values end, and the CRC-32C of its tables, of which a bit stands for 256 values. In one that is not packed
+// they are all ones: so nothing else has to remember which of them a buffer has, and pages that a drive has
+// lost, which are zeros, are neither. The tail has no part in it: how long that is, others say.
 
 #pragma once
 
@@ -42,6 +43,8 @@ namespace swapper {
 constexpr std::size_t kPackedBlockNumel = 256;
 constexpr std::size_t kPackedEntryBytes = 2;
 constexpr std::size_t kPackedChunkNumel = 256 * kPackedBlockNumel;
+// Bytes of the numbers that say whether a record is packed.
+constexpr std::size_t kPackedEndBytes = 16;
 
 // A tensor of a record: offsets of its values as they are, and of its table.
 struct PackedPiece {
@@ -53,8 +56,8 @@ struct PackedPiece {
 // A record of `length_bytes`, all of which may be written.
 //
 // Pieces begin at multiples of 64 and follow one another; behind the last is the tail. Nothing else lies
-// between the first and the end of the tail. `end_offset` is that of the number that says where the packed
-// values end.
+// between the first and the end of the tail. `end_offset` is that of the numbers that say whether it is
+// packed.
 struct PackedRecord {
     void* data;
     std::size_t length_bytes;

@@ -2,10 +2,11 @@
 
 [Note: packed records] Whoever has taken a record finds it as if nothing were packed. `BucketRecords.put` packs it in
 its buffer before it is written, and `take` unpacks it there when it has come: see [Note: packed blocks] in
-`csrc/packing.h`. What is packed lies behind all else in the record but its ties, which move with it. A number in the
-record says whether its buffer is packed, so that one that is given back unchanged, and taken again before it is read
-again, is not unpacked twice. The store knows how long each record is, as of records with ties. In a checkpoint the
-index has the length of each file, and the header of each file has the places of its tensors.
+`csrc/packing.h`. What is packed lies behind all else in the record but its ties, which move with it. Two numbers in the
+record say whether its buffer is packed, so that one that is given back unchanged, and taken again before it is read
+again, is not unpacked twice. One is a checksum of the tables: a wrong bit in those would be 256 wrong values, where a
+wrong bit of a value is one, as in a record that is not packed. The store knows how long each record is, as of records
+with ties. In a checkpoint the index has the length of each file, and the header of each file the places of its tensors.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ CHUNK_NUMEL = 256 * 256
 
 _BLOCK_NUMEL = 256
 _END = "packed_end"
+_END_BYTES = 16
+_NOT_PACKED = b"\xff" * _END_BYTES
 
 
 def packed_blocks_of(numel: int) -> int:
@@ -62,7 +65,7 @@ def plan_packed_record(
     if not packed:
         return plan_record(entries, tail_bytes_max), None
     tables = [Entry(blocks_name(e.name), "U8", (ENTRY_BYTES * packed_blocks_of(e.length_bytes // 4),)) for e in packed]
-    layout = plan_record([Entry(_END, "U64", (1,)), *tables, *entries, *packed], tail_bytes_max)
+    layout = plan_record([Entry(_END, "U64", (2,)), *tables, *entries, *packed], tail_bytes_max)
     return layout, RecordPacking(layout, len(packed))
 
 
@@ -89,7 +92,7 @@ class RecordPacking:
 
     def begin(self, data: Tensor) -> None:
         """Note that a buffer of undefined content is not packed."""
-        data[self._end : self._end + 8].zero_()
+        data[self._end : self._end + _END_BYTES].fill_(0xFF)
 
     def pack(self, data: Tensor, tail_bytes: int) -> int:
         """Pack a record, whose tail has `tail_bytes`, and write its header. Returns its length, a multiple of 4096."""
@@ -102,7 +105,7 @@ class RecordPacking:
         Raises:
             ValueError: it is not one that was packed, with such a tail. Nothing has changed.
         """
-        if data[self._end : self._end + 8].any():
+        if bytes_of(data[self._end : self._end + _END_BYTES]) != _NOT_PACKED:
             _native.unpack_record(*self._arguments(data, tail_bytes), torch.get_num_threads())
 
     def length_bytes(self, data: Tensor, tail_bytes: int) -> int:

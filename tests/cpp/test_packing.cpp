@@ -21,7 +21,7 @@ namespace {
 
 const std::vector<InstructionSet> kSets = {InstructionSet::kAvx512, InstructionSet::kAvx2,
                                            InstructionSet::kBaseline};
-constexpr size_t kHeaderBytes = 128;  // with the number that says where the record ends, at 8
+constexpr size_t kHeaderBytes = 128;  // with the numbers that say where the record ends, at 8
 constexpr size_t kEndOffset = 8;
 
 // Tables that are damaged at random. Where threads are watched, which is ten times as slow, fewer.
@@ -187,7 +187,7 @@ std::vector<size_t> check_record(Values values, const std::vector<size_t>& numel
         CHECK(pack_record(again.record(), threads, set) == offsets);
         CHECK(std::memcmp(again.memory.get(), packed.memory.get(), offsets.back()) == 0);
         unpack_record(again.record(), threads, set);
-        CHECK(again.same(original) && again.end() == 0);
+        CHECK(again.same(original) && again.end() == ~uint64_t{0});
     }
     unpack_record(packed.record(), threads, InstructionSet::kBaseline);
     CHECK(packed.same(original));
@@ -217,7 +217,7 @@ void check_refused(const Record& packed) {
     CHECK_THROWS(std::invalid_argument, packed_offsets(copy.record()));
 }
 
-// Whatever the table says, nothing is read or written beyond the record, and a length that is another is
+// Whatever the table says, nothing is read or written beyond the record, and each bit that is another is
 // noticed.
 void check_damage() {
     Record packed({1000, kPackedChunkNumel + 300}, 77);
@@ -228,13 +228,7 @@ void check_damage() {
             for (const unsigned change : {0x01U, 0x08U, 0x0FU, 0x10U, 0x20U, 0x40U, 0x80U, 0xFFU}) {
                 Record damaged(packed);
                 damaged.memory[piece.table_offset + i] ^= static_cast<unsigned char>(change);
-                try {
-                    unpack_record(damaged.record(), 2);
-                } catch (const std::invalid_argument&) {
-                    continue;
-                }
-                // Only what does not change how long a block is, a base or which of its bits are signs.
-                CHECK(i % 2 == 0 || (change & 0x0F) == 0);
+                check_refused(damaged);
             }
         }
     }
