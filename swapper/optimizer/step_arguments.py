@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from swapper.errors import ConfigError, SwapError, show
 from swapper.io.devices import seeded_generators
 from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
-from swapper.optimizer.twin import Twin, equal, same_bits, seeded, small_shape
+from swapper.optimizer.twin import Twin, equal, raise_if_memory_is_short, same_bits, seeded, small_shape
 from swapper.progress import warn_once
 
 __all__ = ["closure_of", "judge_closure_uses", "refuse_closure_uses", "tell_of_result"]
@@ -104,6 +104,7 @@ def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor,
             with seeded_generators(parameter.device, 0):
                 step(with_one.optimizer, *([] if by_name else [closure]), **({"closure": closure} if by_name else {}))
         except Exception as error:
+            raise_if_memory_is_short(error, type(optimizer).__name__, with_one.parameters)
             return f"failed in a probe with a closure ({show(error)})"
         if len(calls) != 1:
             return f"called its closure {len(calls)} times in a probe"

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.errors import ConfigError
-from swapper.io.devices import seeded_generators
+from swapper.errors import ConfigError, is_memory_shortage
+from swapper.io.devices import advise_on_memory, seeded_generators
 from swapper.optimizer.own_numbers import numbers_in, own_copy
 from swapper.optimizer.single_settings import Settings, lent_manager
 from swapper.optimizer.step_function import class_step
 from swapper.tensors.sharded import local_of
 
 __all__ = [
-    *("OWN_ATTRIBUTES", "PRIMES", "Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded", "small_shape"),
+    *("OWN_ATTRIBUTES", "PRIMES", "Twin", "equal", "own_numbers", "package_of", "raise_if_memory_is_short"),
+    *("same_bits", "seeded", "small_shape"),
 ]
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__", "load_state_dict"})
@@ -40,6 +41,8 @@ _early: dict[type[Optimizer], bool] = {}
 
 class Twin:
     """A twin of the user's optimizer over tensors of ours. Its methods raise `ConfigError` where the class fails.
+
+    Where it fails because memory is short that says nothing of the class: see `raise_if_memory_is_short`.
 
     Args:
         memo: of copies, which is shared by twins that have an object of the user's in common.
@@ -123,6 +126,7 @@ class Twin:
             with seeded_generators(self.parameters[0].device, 0):
                 self.returned = self._step(self.optimizer)
         except Exception as error:
+            raise_if_memory_is_short(error, self._name, chosen)
             train = "Call its train() first, if plain steps need that. " * hasattr(self.optimizer, "train")
             raise ConfigError(
                 f"{self._name} failed in a trial step on small tensors of shape "
@@ -142,6 +146,22 @@ class Twin:
             self.step([gradient], only=[i])
             after = dict(self.group)
         self.group.update(after)
+
+
+def raise_if_memory_is_short(error: Exception, name: str, parameters: Sequence[torch.Tensor]) -> None:
+    """If a trial step of the class `name` on `parameters` has failed with `error` because memory is short, say so.
+
+    Raises:
+        torch.OutOfMemoryError: `error`, that of a device.
+        MemoryError: of the host.
+    """
+    if not is_memory_shortage(error):
+        return
+    what = f"memory is short for a trial step of {name} on tensors of shape {[tuple(p.shape) for p in parameters]}"
+    if isinstance(error, torch.OutOfMemoryError):
+        advise_on_memory(error, what)
+        raise error
+    raise MemoryError(f"{what}: {error!r}") from error
 
 
 def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -542,6 +542,62 @@ def test_a_class_that_fails_in_the_trial_is_told_what_to_do(nvme_path: Path) -> 
         swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
 
 
+class NeedsMuch(Velocity):
+    """Has memory for its first steps only, as others take it meanwhile."""
+
+    takes: Any = None
+    works = 0
+    wants_closure = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        NeedsMuch.works -= closure is not None or not self.wants_closure
+        if NeedsMuch.works < 0:
+            NeedsMuch.takes()
+        super().step()
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        return self.state[p].setdefault("velocity", torch.zeros_like(p))
+
+
+def of_a_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+TAKES: dict[str, tuple[Callable[[], object], type[Exception]]] = {
+    "torch": (lambda: torch.empty(1 << 60, dtype=torch.uint8), MemoryError),
+    "Python": (lambda: bytearray(1 << 60), MemoryError),
+    "device": (of_a_device, torch.OutOfMemoryError),
+}
+
+
+@pytest.mark.parametrize(
+    ("works", "wants_closure"), [(0, False), (7, False), (40, False), (0, True)], ids=["0", "7", "40", "closure"]
+)
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("takes", TAKES)
+def test_memory_that_is_short_in_a_trial_says_nothing_of_the_class(
+    takes: str, works: int, registered: bool, wants_closure: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if registered:
+        monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, NeedsMuch})
+    take, expected = TAKES[takes]
+    for name, value in {"takes": take, "works": works, "wants_closure": wants_closure}.items():
+        monkeypatch.setattr(NeedsMuch, name, value)
+    model = make_model()
+    optimizer = NeedsMuch(model.parameters())
+    config = {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}}
+    with pytest.raises(expected, match="memory is short for a trial step of NeedsMuch"):
+        swapper.wrap_optimizer(optimizer, config)
+    assert not hasattr(optimizer, "swapper") and not list(nvme_path.iterdir())
+    monkeypatch.setattr(NeedsMuch, "works", 1 << 60)
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(2))
+
+
 class HasModes(Velocity):
     """As those of schedulefree, which fail in a step until they are told that it trains."""
 
