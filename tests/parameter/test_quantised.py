@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -13,6 +14,7 @@ import torch
 from models import WIDTH
 from quantised import KINDS, Adapted, CodedTensor, make_quantised
 from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from twins import Run, bits, config_for, models_on, offloaded, run_twice, small_records, swapper_of
 
 import swapper
@@ -275,3 +277,92 @@ def test_integers_stay_where_a_read_could_go_unnoticed(nvme_path: Path, monkeypa
     stays = swapper_of(model).stays
     assert set(stays) == {"0.base.weight", "1.base.weight"} and "no NaN" in stays["0.base.weight"]
     swapper_of(model).close()
+
+
+# --- Sparse weights --------------------------------------------------------------------------------------------------
+
+
+class Pruned(torch.Tensor):
+    """A sparse matrix, and a dense one that is added to it."""
+
+    kept: torch.Tensor
+    dense: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, kept: torch.Tensor, dense: torch.Tensor) -> Pruned:
+        made: Pruned = torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=dense.dtype, device=dense.device)
+        made.kept, made.dense = kept, dense
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["kept", "dense"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Pruned:
+        return Pruned(inner["kept"], inner["dense"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return return_and_correct_aliasing(func, args, kwargs or {}, cls(args[0].kept, args[0].dense))
+        plain = [each.kept.to_dense() + each.dense if isinstance(each, Pruned) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class SparseLayer(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        values = torch.randn(WIDTH, WIDTH)
+        options: dict[str, Any] = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+        kept = (values * (values > 1)).to_sparse(layout=layout, **options)
+        self.weight = nn.Parameter(Pruned(kept, values / 10), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def train_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    for seed in range(2):
+        model(torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layer: Any = model[1]  # type: ignore[index]
+    return bits([model(torch.ones(2, WIDTH)), layer.weight.kept.to_dense(), layer.weight.dense.clone()])
+
+
+def with_a_sparse_layer(layout: torch.layout) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), SparseLayer(layout), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("how", ["offload", "init", "wrap_optimizer", "check"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_bsc], ids=str)
+def test_what_is_sparse_inside_of_a_subclass_stays_in_memory(
+    layout: torch.layout, how: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = with_a_sparse_layer(layout)
+    expected = train_sparse(plain, torch.optim.AdamW(plain.parameters()))
+    config = config_for(nvme_path)
+    with small_records(), swapper.init(config) if how == "init" else contextlib.nullcontext():
+        model = with_a_sparse_layer(layout)
+    weight: Any = model[1].weight  # type: ignore[index, union-attr]
+    kept = weight.kept
+    optimizer = torch.optim.AdamW(model.parameters())
+    if how == "wrap_optimizer":
+        swapper.wrap_optimizer(optimizer, config_for(nvme_path, offload_param={"device": "none"}))
+    elif how == "check":
+        assert swapper.check(model, optimizer, config).parameter_bytes > 3 * 4 * WIDTH * WIDTH
+        assert f"in 1 of 6 parameters (1._weight_kept): its layout is {layout}" in caplog.text
+    else:
+        with small_records():
+            swapper.offload(model, optimizer, config)
+        assert swapper_of(model).stays == {"1._weight_kept": f"its layout is {layout}"}
+        assert is_evicted(weight.dense)
+    assert model[1].weight is weight and weight.kept is kept and kept.layout is layout  # type: ignore[index, union-attr]
+    assert type(kept) is torch.Tensor
+    assert train_sparse(model, optimizer) == expected
+    if how in ("offload", "init"):
+        swapper_of(model).close()
+    if how != "check":
+        swapper.of(optimizer).close()
