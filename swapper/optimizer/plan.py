@@ -409,12 +409,14 @@ class OptimizerPlan:
         if known.fused and not self.on_device:
             refuse_broken_fused(optimizer, dtype)
         # Options decide what the state is; the numbers of groups say nothing, for groups come and go too.
-        key = (options, dtype, low_precision, self.threads)
+        # Dimensions do where the class may look at them: a segment has one.
+        dims = 1 if has_step_of_torch(optimizer) else max(known.local.dim(), 1)
+        key = (options, dtype, low_precision, self.threads, dims)
         if key not in self._segmented:
             self._segmented[key] = (
                 dtype.is_floating_point
                 and is_elementwise(optimizer)
-                and keeps_bits(optimizer, group, dtype, self.threads, low_precision, device)
+                and keeps_bits(optimizer, group, dtype, self.threads, low_precision, device, dims)
             )
         if self.on_device and key not in self._strides_may_differ:
             may = self._segmented[key] and same_bits_for_strides(optimizer, group, dtype, device)

@@ -21,6 +21,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
+from swapper.optimizer.probe_gradients import CHANGES, sizes_of
 from swapper.optimizer.single_settings import Settings
 from swapper.optimizer.state_shapes import shape_of_state, two_like
 from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
@@ -64,8 +65,8 @@ _LARGER_NUMEL_MAX = 1 << 22
 """The most elements that another one is tried with, to see whether its state is other than that of a tiny one."""
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
-_GRADIENT_SIZES = (2.0**20, 2.0**-20)
-_GRADIENT_SIZES_OF_HALF = (2.0**9, 2.0**-9, 2.0**-18)
+_SHAPE = (3, 7, 17)
+"""The last sizes of a parameter that is tried whole and cut: 357 elements."""
 _elementwise: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -133,8 +134,8 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
 
     Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
-    probe still checks it, as far as small tensors show: where bits differ, whole parameters are used. Can be used as a
-    decorator. Raises ConfigError if it is no class of optimizers.
+    probe still checks it, as far as small tensors show: where bits differ, whole parameters are used, and a class that
+    looks at all parameters is refused. Can be used as a decorator. Raises ConfigError if it is no class of optimizers.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise ConfigError(f"{show(cls)} is not a class of optimizers; call register_elementwise(type(optimizer))")
@@ -371,28 +372,62 @@ def keeps_bits(
     threads: int,
     low_precision: bool,
     device: torch.device = _CPU,
+    dims: int = 1,
 ) -> bool:
     """True if this class, with these options, gives the same bits in segments as on the whole parameter.
+
+    One whose step is not torch's is tried with more: a parameter of as many dimensions, for it may take rows for
+    something, and gradients, and parameters, that it may look at whole. See `probe_gradients`.
 
     Args:
         threads, low_precision: see `segment_cuts`.
         device: where the class will step.
+        dims: dimensions of the parameter.
     """
-    numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
-    whole = Twin(optimizer, group, [seeded((numel,), dtype, 0, device)])
+    numel = (32768 * threads if low_precision else 0) + math.prod(_SHAPE)
     cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
     start = seeded((numel,), dtype, 0, device)
-    parts = Twin(optimizer, group, [start[i:j].clone() for i, j in cuts])
-    for step in range(_STEPS):
-        gradient = seeded((numel,), dtype, step + 1, device)
+    gradients = [seeded((numel,), dtype, step + 1, device) for step in range(_STEPS)]
+    if not _same_in_parts(optimizer, group, start, gradients, cuts):
+        return False
+    if has_step_of_torch(optimizer):
+        return True
+    numel = math.prod(_SHAPE)
+    cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
+    shape = (*[1] * (dims - len(_SHAPE)), *_SHAPE) if dims > 2 else (math.prod(_SHAPE[:2]), _SHAPE[2])
+    start = seeded(shape if dims > 1 else (numel,), dtype, 0, device)
+    gradients = [seeded(tuple(start.shape), dtype, step + 1, device) for step in range(_STEPS)]
+    kinds = [(start * size, [gradient * size for gradient in gradients]) for size in (1.0, *sizes_of(dtype))]
+    for change in CHANGES.values():
+        changed = [gradient.clone() for gradient in gradients]
+        for gradient in changed:
+            change(gradient.view(-1)[: numel // 2])  # The first segment is all of that.
+        kinds.append((start, changed))
+    try:
+        return all(_same_in_parts(optimizer, group, *kind, cuts) for kind in kinds)
+    except ConfigError:  # It takes none of this kind, and is to say so before it has stepped a part.
+        return False
+
+
+def _same_in_parts(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    start: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    cuts: Sequence[tuple[int, int]],
+) -> bool:
+    """True if a parameter and its parts, which are 1-D, have the same bits after a step with each gradient."""
+    whole = Twin(optimizer, group, [start.clone()])
+    parts = Twin(optimizer, group, [start.view(-1)[i:j].clone() for i, j in cuts])
+    for gradient in gradients:
         whole.step([gradient])
-        parts.step_apart([gradient[i:j] for i, j in cuts])
+        parts.step_apart([gradient.view(-1)[i:j] for i, j in cuts])
     joined = torch.cat([p.detach() for p in parts.parameters])
     if not same_bits(whole.parameters[0].detach(), joined):
         return False
     for key, value in whole.optimizer.state[whole.parameters[0]].items():
         pieces = [parts.optimizer.state[p][key] for p in parts.parameters]
-        if isinstance(value, torch.Tensor) and value.shape == (numel,):
+        if isinstance(value, torch.Tensor) and value.shape == start.shape:
             if not same_bits(value, torch.cat(pieces)):
                 return False
         elif not all(equal(value, piece) for piece in pieces):
@@ -447,13 +482,22 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         shapes = {small_shape(p) for p in group["params"] if p.dim() <= len(PRIMES)}
         for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
             if 0 not in shape:
-                _refuse_coupling(optimizer, group, shape, only_attributes=is_known)
+                _refuse_coupling(optimizer, group, shape, only_attributes=is_known and has_step_of_torch(optimizer))
 
 
 def _tried_together_and_apart(
-    optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], steps: int, size: float
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    start: Sequence[torch.Tensor],
+    steps: int,
+    size: float = 1.0,
+    change: Callable[[torch.Tensor], object] = lambda first: None,
 ) -> tuple[Twin, Twin, StateBefore]:
     """Two twins over copies of `start`, one stepped at once, the other one parameter after the other.
+
+    Args:
+        size: of gradients.
+        change: changes the gradients of the first, flat and in place.
 
     Returns:
         Both after the last step, and the state of the first when half of the steps were made.
@@ -467,6 +511,7 @@ def _tried_together_and_apart(
             scale * size * (seeded(t.shape, t.dtype, seed) + 0.3 * seeded(t.shape, t.dtype, seed + step + 1))
             for t, scale, seed in zip(start, (1, 8), (1, 101), strict=True)
         ]
+        change(gradients[0].view(-1))
         together.step(gradients)
         apart.step_apart(gradients)
     return together, apart, state_before
@@ -497,11 +542,11 @@ def _agrees_when_late(optimizer: Optimizer, group: dict[str, Any], start: Sequen
     return _agree(together, apart)
 
 
-def _agrees_at(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], size: float) -> bool:
-    """True if it does with gradients of this size: a class may look at all of them from some norm on."""
+def _agrees_with(optimizer: Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor], **gradients: Any) -> bool:
+    """True if it does with such gradients: a class may look at all of them, say from some norm on."""
     try:
-        together, apart, _ = _tried_together_and_apart(optimizer, group, start, _STEPS, size)
-    except ConfigError:  # It takes none of this size.
+        together, apart, _ = _tried_together_and_apart(optimizer, group, start, _STEPS, **gradients)
+    except ConfigError:  # It takes none of this kind.
         return True
     return _agree(together, apart)
 
@@ -512,7 +557,7 @@ def _refuse_coupling(
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    together, apart, state_before = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS, 1)
+    together, apart, state_before = _tried_together_and_apart(optimizer, group, start, _COUPLED_STEPS)
     found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))
     with torch.no_grad():  # Views of parameters that a step has made are among them.
         changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
@@ -539,8 +584,11 @@ def _refuse_coupling(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
-    sizes = _GRADIENT_SIZES_OF_HALF if dtype is torch.float16 else _GRADIENT_SIZES
-    agrees = _agree(together, apart) and all(_agrees_at(optimizer, group, start, size) for size in sizes)
+    agrees = (
+        _agree(together, apart)
+        and all(_agrees_with(optimizer, group, start, size=size) for size in sizes_of(dtype))
+        and all(_agrees_with(optimizer, group, start, change=change) for change in CHANGES.values())
+    )
     if not agrees or not _agrees_when_late(optimizer, group, start):
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
