@@ -33,6 +33,7 @@ from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.candidates import Candidate, why_not
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.home import ParameterHome, copy_in_memory
+from swapper.parameter.kept_owners import forget_failed_backward
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, device_bytes_of, plan_record_of
 from swapper.sizes import SMALL_BYTES, format_bytes
@@ -306,7 +307,7 @@ class ModelBuilder(ParameterOwner):
         for root in roots:
             self._install(root)
         if len(roots) == 1:
-            self._model = weakref.ref(roots[0])
+            self._model = weakref.ref(roots[0], forget_failed_backward)  # That would keep this.
 
     # --- Forgetting parameters -------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ The modules of a model have the owner, and the owner has the parameters. So refe
 last module. Parameters that somebody has kept would then lose their values, which those of plain PyTorch do not: so an
 owner that is about to die is kept here if its parameters are referred to by anybody else. It is looked at again
 whenever the garbage collector has gone through all objects, and when a model is offloaded, and goes when nobody has any
-of them. A forked child keeps it, too, and may neither use it nor delete its files.
+of them. After a backward that has failed torch has some, and what autograd has saved, which needs the owner: it is made
+to let go of them when a model dies, and when one is offloaded. A forked child keeps it, too, and may neither use it nor
+delete its files.
 
 Parameters do not refer to the owner themselves: what lives in the pool, and what is to be deleted at the end of the
 process, refers to records, and so to parameters, and nothing of it would ever be freed.
@@ -22,6 +24,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from swapper.tensors.dispatch_modes import outside_of_dispatch_modes
+from swapper.tensors.grad_modes import outside_of_inference, set_grad_mode
 
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
@@ -48,13 +53,18 @@ def drop_unused_owners() -> None:
                 _kept.remove(owner)
 
 
-def forget_failed_backward() -> None:
+def forget_failed_backward(*_: object) -> None:
     """Have torch let go of the graph of a backward that has failed in this thread, and with it of the owner.
 
-    What was about to run stays in the queue of the thread, with what autograd has saved, until its next backward.
+    What was about to run stays in the queue of the thread, with what autograd has saved, until its next backward. Does
+    nothing where a backward goes on, or a transform of `torch.func`.
     """
-    if torch._C._current_graph_task_id() == -1:
-        with torch.inference_mode(False), torch.enable_grad():
+    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    # Called when a model dies, so at any time: no mode of others is to see it.
+    with outside_of_dispatch_modes(), torch._C.DisableTorchFunction(), outside_of_inference():
+        set_grad_mode(True)
+        with contextlib.suppress(RuntimeError):  # A forked child of a process whose autograd has threads may have none.
             torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 

@@ -17,6 +17,7 @@ from swapper.io.devices import check_devices
 from swapper.metrics import Moves, moves_of
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.kept_owners import forget_failed_backward
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.sizes import format_bytes
@@ -82,7 +83,7 @@ class ParameterSwapper(ParameterOwner):
         super().__init__(held, order, budget_bytes, pool, store, release, room)
         if self._tier is not None:
             self._tier.expect([*evaluation, *forward, *backward], start=count)
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model, forget_failed_backward)  # That would keep this.
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
         for each in self._all:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -14,6 +15,8 @@ import pytest
 import torch
 from models import WIDTH, Mlp
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from twins import bits, config_for, small_records, swapper_of
 from weight_files import state_to_save, write_weights
 
@@ -137,6 +140,71 @@ def test_without_them_all_is_freed_with_the_model(how: str, what: str, nvme_path
     del model
     assert owner() is None and parameter() is None and list(nvme_path.iterdir()) == []
     del kept
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("the user's hook")
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "gradient": lambda model: next(model.parameters()).register_hook(fails),
+    "last gradient": lambda model: list(model.parameters())[-2].register_hook(fails),  # type: ignore[call-overload]
+    "accumulated": lambda model: list(model.parameters())[-2].register_post_accumulate_grad_hook(fails),
+    "module": lambda model: model.blocks[1][0].register_full_backward_hook(fails),  # type: ignore[index, union-attr]
+}
+
+
+@pytest.mark.parametrize("how", ["offload", "built"])
+@pytest.mark.parametrize("within", ["", "no_grad", "inference_mode", "a dispatch mode", "a function mode"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_after_a_backward_that_failed_all_is_freed_with_the_model(
+    hook: str, within: str, how: str, nvme_path: Path, uncollected: None
+) -> None:
+    """torch keeps what it was about to run until the thread's next backward, and with it what autograd has saved."""
+    model = swapped(nvme_path, how)
+    HOOKS[hook](model)
+    with pytest.raises(RuntimeError, match="the user's hook"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gone = weakref.ref(model)
+    with mode(within) as seen:
+        del model
+    assert gone() is None and list(nvme_path.iterdir()) == []
+    assert not {torch.zeros, torch.Tensor.backward, torch.ops.aten.zeros.default}.intersection(seen)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@contextlib.contextmanager
+def mode(name: str) -> Iterator[list[Any]]:
+    """A mode of the user. Yields what it sees of operators."""
+    seen: list[Any] = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    made: dict[str, Callable[[], Any]] = {
+        "a dispatch mode": Dispatch,
+        "a function mode": Function,
+        "": contextlib.nullcontext,
+    }
+    with made[name]() if name in made else getattr(torch, name)():
+        yield seen
+
+
+def test_a_model_that_dies_in_a_backward_or_a_transform_leaves_it_alone(nvme_path: Path, uncollected: None) -> None:
+    models = [swapped(nvme_path, "offload") for _ in range(2)]
+    p = torch.ones(3, requires_grad=True)
+    p.register_hook(lambda _: models.pop() and None)
+    (p * 2).sum().backward()
+    assert bool((p.grad == 2).all()) and len(models) == 1
+    assert torch.func.grad(lambda x: (models.clear(), x.square().sum())[1])(torch.ones(2)).tolist() == [2, 2]
+    assert not models and list(nvme_path.iterdir()) == []
 
 
 def test_a_model_is_trained_beside_those_of_another(nvme_path: Path) -> None:
