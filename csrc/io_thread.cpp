@@ -245,8 +245,8 @@ void IoThread::complete(Part& part) {
     const Checksums* const checksums = part.transfer->checksums();
     if (part.operation == Operation::kWrite) return finish(part, std::nullopt);
     if (part.bounced) {
-        // As the kernel tells of memory that it reads into itself. A mapping ends inside of a tensor only
-        // where somebody has cut it.
+        // As the kernel tells of memory that it reads into itself. A part that is bounced has pages of the
+        // file, not a few bytes. A mapping ends inside of a tensor only where somebody has cut it.
         if (!is_writable(part.memory) || !is_writable(part.memory + part.part_length - sizeof(uint64_t))) {
             return finish(part, failure(part, EFAULT, ""));
         }
