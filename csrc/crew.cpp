@@ -46,20 +46,20 @@ class Crew {
         return true;
     }
 
-    // Returns when all that have begun have ended. Those that have not do not begin any more; with `joins`
-    // this thread works in the place of one of them.
-    void end(bool joins) {
+    // Returns when all that have begun have ended. Those that have not do not begin any more.
+    void end() {
         std::unique_lock<std::mutex> lock(mutex_);
-        if (joins && places_ != 0) {
-            places_ = 0;
-            const std::function<void()>& work = *work_;
-            lock.unlock();
-            work();
-            lock.lock();
-        }
         places_ = 0;
         ended_.wait(lock, [this] { return working_ == 0; });
         work_ = nullptr;
+    }
+
+    // True if a thread that was to begin has not, and now does not: then its work is the caller's.
+    bool take_place() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (places_ == 0) return false;
+        --places_;
+        return true;
     }
 
   private:
@@ -112,11 +112,15 @@ void run_on_crew(std::size_t threads, const std::function<void()>& work) {
     Crew& crew = Crew::of_process();
     const bool has_begun = crew.begin(threads - 1, work);
     work();
-    if (has_begun) crew.end(false);
+    if (has_begun) crew.end();
 }
 
 CrewWork::CrewWork(std::size_t threads, std::function<void()> work)
-    : work_(std::move(work)), is_begun_(Crew::of_process().begin(threads, work_)), owner_(getpid()) {}
+    : work_(std::move(work)),
+      others_(threads > 1 ? threads - 1 : 1),
+      joins_(threads > 1),
+      is_begun_(Crew::of_process().begin(others_, work_)),
+      owner_(getpid()) {}
 
 CrewWork::~CrewWork() {
     wait();
@@ -125,7 +129,9 @@ CrewWork::~CrewWork() {
 void CrewWork::wait() {
     if (is_ended_ || owner_ != getpid()) return;  // After a fork its threads are the parent's.
     if (is_begun_) {
-        Crew::of_process().end(true);
+        Crew& crew = Crew::of_process();
+        if (joins_ || crew.take_place()) work_();
+        crew.end();
     } else {
         work_();
     }
