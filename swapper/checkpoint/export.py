@@ -49,7 +49,7 @@ SHARD_BYTES = 5_000_000_000
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OURS = re.compile(
     r"(model(-\d{5}-of-\d{5})?|optimizer(-\d+)?|extra)\.(safetensors|json)|model\.safetensors\.index\.json|config\.json"
-    r"|\.metadata|__\d+_\d+\.distcp"
+    r"|\.metadata|__\d+_\d+(-[0-9a-f]{8})?\.distcp"
 )
 """Files that exports have."""
 

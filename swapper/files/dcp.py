@@ -1,10 +1,15 @@
 """Storage for `torch.distributed.checkpoint`: each rank writes and reads its part through the engine.
 
-The directory is that of torch's `FileSystemWriter`: files `__RANK_N.distcp` of tensors, each as `torch.save` writes it,
+The directory is that of torch's `FileSystemWriter`: files `__RANK_*.distcp` of tensors, each as `torch.save` writes it,
 and `.metadata`. Either reads what the other wrote. As with torch's, `.metadata` is a pickle: load only what you trust.
 
 [Note: the previous checkpoint] A save into a directory that has a checkpoint writes new files beside those of the old
 one. `.metadata` is replaced last, atomically, and then the old files go. So a save that fails leaves the old one whole.
+No two saves give a file the same name: of a copy that was cut off, the files that are still those of an older
+checkpoint are not taken for the new ones.
+
+[Note: the checksum of .metadata] A wrong bit in it may be the offset of another tensor of the same shape. So a
+line with its CRC-32 follows the pickle, where `pickle.load` has ended, and torch's reader too.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import math
 import os
 import pickle
 import secrets
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +55,8 @@ from swapper.io.handle import AsyncIOHandle
 __all__ = ["SwapStorageReader", "SwapStorageWriter"]
 
 _ALIGNMENT_BYTES = 64
+_CHECKSUM = b"\nswapper crc32 "
+"""Between the pickle of `.metadata` and its checksum."""
 _T = TypeVar("_T")
 
 
@@ -102,7 +110,7 @@ class SwapStorageWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         rank = None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
         directory = Path(self.path)
-        path, data = _metadata_path(directory, rank), pickle.dumps(metadata)
+        path, data = _metadata_path(directory, rank), _with_checksum(pickle.dumps(metadata))
         with OutputFile(path, length_bytes=len(data), handle=self._handle) as output:
             output.append(data)
             output.commit()
@@ -129,11 +137,8 @@ class SwapStorageWriter(FileSystemWriter):
         return WriteResult(item.index, length, filesystem._StorageInfo(file_name, start, length))
 
     def _new_file(self, prefix: str) -> Path:
-        """A path that does not exist: see [Note: the previous checkpoint]."""
-        path = Path(self.path) / f"{prefix}0{filesystem.DEFAULT_SUFFIX}"
-        if path.exists():
-            path = path.with_stem(f"{path.stem}-{secrets.token_hex(4)}")
-        return path
+        """A path that no other save has: see [Note: the previous checkpoint]."""
+        return Path(self.path) / f"{prefix}0-{secrets.token_hex(4)}{filesystem.DEFAULT_SUFFIX}"
 
 
 def _done(result: _T) -> Future[_T]:
@@ -186,14 +191,15 @@ class SwapStorageReader(FileSystemReader):
         self._handle = handle
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, and check that the parts of each tensor come to the whole of it.
+        """Read `.metadata`, compare it with its checksum, and check that the parts of each tensor are the whole of it.
 
         Raises:
-            SwapIOError: they do not, or it cannot be unpickled (EBADMSG).
+            SwapIOError: they are not, or it is damaged, or cannot be unpickled (EBADMSG).
         """
         rank = kwargs.get("rank")
         path = _metadata_path(Path(self.path), rank)
         try:
+            _check(path.read_bytes())
             metadata: Metadata = super().read_metadata(*args, **kwargs)
             incomplete = _incomplete(metadata) if rank is None else None  # Other ranks have the other parts.
         except OSError:
@@ -228,6 +234,22 @@ class SwapStorageReader(FileSystemReader):
 
 def _metadata_path(directory: Path, rank: int | None) -> Path:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
+
+
+def _with_checksum(data: bytes) -> bytes:
+    """A pickle, and behind it its checksum: see [Note: the checksum of .metadata]."""
+    return data + _CHECKSUM + b"%08x\n" % zlib.crc32(data)
+
+
+def _check(data: bytes) -> None:
+    """Refuse what is not as `_with_checksum` made it. A pickle without a checksum, as torch writes it, is not refused.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    content, mark, _ = data.rpartition(_CHECKSUM)
+    if data != _with_checksum(content) if mark else not data.endswith(pickle.STOP):
+        raise ValueError("it does not match its checksum, or is cut off: the file was damaged")
 
 
 def _incomplete(metadata: Metadata) -> str | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import random
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from sampling import ALL, SEED
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -81,7 +85,14 @@ def loaded(directory: Path, reader: str = "swapper", seed: int = 0, **options: A
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir())
+    """Of the files, without what is random in them."""
+    return sorted(re.sub("-[0-9a-f]{8}", "", entry.name) for entry in directory.iterdir())
+
+
+def file_of(directory: Path) -> Path:
+    """That of the only rank."""
+    (path,) = directory.glob("__0_0*.distcp")
+    return path
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -95,7 +106,7 @@ def test_what_one_writes_the_other_reads(tmp_path: Path, writer: str, reader: st
 def test_a_part_of_a_tensor_is_written_without_the_rest(tmp_path: Path) -> None:
     base = torch.randn(1000, 1000)
     dcp.save({"row": base[7], "column": base[:, 7]}, storage_writer=SwapStorageWriter(tmp_path))
-    assert (tmp_path / "__0_0.distcp").stat().st_size < 20_000
+    assert file_of(tmp_path).stat().st_size < 20_000
     target = {"row": torch.zeros(1000), "column": torch.zeros(1000)}
     dcp.load(target, storage_reader=FileSystemReader(tmp_path))
     assert torch.equal(target["row"], base[7]) and torch.equal(target["column"], base[:, 7])
@@ -185,13 +196,13 @@ def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nth", [1, 3, 6])
 def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path, nth: int, number: int) -> None:
     dcp.save(state(), storage_writer=SwapStorageWriter(tmp_path))
-    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    before = {entry: entry.read_bytes() for entry in tmp_path.iterdir()}
     plan = FaultPlan(fail_write_at=nth, fail_errno=number)
     with AsyncIOHandle(block_bytes=1 << 18, faults=plan) as handle:
         writer = SwapStorageWriter(tmp_path, handle=handle, pool_bytes=1 << 18)
         with pytest.raises((SwapIOError, CheckpointException), match=os.strerror(number)):
             dcp.save(state(1), storage_writer=writer)
-    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+    assert {entry: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 
 
 def test_a_save_whose_metadata_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
@@ -219,12 +230,12 @@ def test_a_drive_that_fails_while_reading(tmp_path: Path) -> None:
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=SwapStorageWriter(tmp_path))
-    path = tmp_path / "__0_0.distcp"
+    path = file_of(tmp_path)
     whole = path.read_bytes()
     damaged = bytearray(whole)
     damaged[whole.index(state()["weight"].numpy().tobytes()) + 1000] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises((SwapIOError, CheckpointException), match=r"__0_0\.distcp.*|damaged"):
+    with pytest.raises((SwapIOError, CheckpointException), match=r"__0_0-.*\.distcp.*|damaged"):
         loaded(tmp_path)
     path.write_bytes(whole[:-3000])
     with pytest.raises((SwapIOError, CheckpointException)):
@@ -239,7 +250,7 @@ def test_a_damaged_object_is_refused_by_its_name_wherever_the_damage_is(tmp_path
     """A bit in a number of a pickle gives another number: only its checksum says so."""
     saved = {"step": 123456, "weight": torch.ones(5)}
     dcp.save(saved, storage_writer=WRITERS[writer](tmp_path))
-    metadata, path = pickle.loads((tmp_path / ".metadata").read_bytes()), tmp_path / "__0_0.distcp"
+    metadata, path = pickle.loads((tmp_path / ".metadata").read_bytes()), file_of(tmp_path)
     part = next(info for index, info in metadata.storage_data.items() if index.fqn == "step")
     whole = path.read_bytes()
     refused = 0
@@ -287,6 +298,42 @@ def test_damaged_metadata_is_refused_by_its_name(tmp_path: Path, damage: str) ->
     reason = "parts of 'weight' are not the whole" if damage.startswith("a part") else "no metadata of a checkpoint"
     with pytest.raises((SwapIOError, CheckpointException), match=rf"(?s){reason}.*\.metadata"):
         loaded(tmp_path)
+
+
+@pytest.mark.long
+def test_no_wrong_bit_in_the_metadata_loads_another_tensor(tmp_path: Path) -> None:
+    """One bit of an offset makes it that of another tensor of the same shape, which its own checksum does not tell."""
+    saved: dict[str, Any] = {f"w{k}": torch.full((112,), float(k)) for k in range(4)}
+    dcp.save(saved, storage_writer=SwapStorageWriter(tmp_path))
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+    metadata = pickle.loads(whole)
+    places = {info.offset for info in metadata.storage_data.values()}
+    assert any((one ^ other).bit_count() == 1 for one in places for other in places), "not a test of this"
+    bits = range(8 * len(whole))
+    damage = [(bit // 8, 1 << bit % 8) for bit in (bits if ALL else random.Random(SEED).sample(bits, 150))]
+    for at, flipped in damage:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ flipped]) + whole[at + 1 :])
+        with pytest.raises((SwapIOError, CheckpointException), match=r"damaged.*\.metadata"):
+            dcp.load(emptied(saved), storage_reader=SwapStorageReader(tmp_path))
+    for cut in range(1, len(whole), 1 if ALL else 211):
+        path.write_bytes(whole[:cut])
+        target = emptied(saved)
+        try:
+            dcp.load(target, storage_reader=SwapStorageReader(tmp_path))
+        except (SwapIOError, CheckpointException) as error:
+            assert "damaged" in str(error) and ".metadata" in str(error)
+        else:
+            assert same(target, saved)
+
+
+def test_a_file_of_an_older_checkpoint_is_not_taken_for_that_of_a_newer_one(tmp_path: Path) -> None:
+    """A copy over an older checkpoint that was cut off has files of both, of the same lengths."""
+    for seed in (0, 1):
+        dcp.save(state(seed), storage_writer=SwapStorageWriter(tmp_path / str(seed)))
+    shutil.copy(tmp_path / "1" / ".metadata", tmp_path / "0")
+    with pytest.raises((SwapIOError, CheckpointException), match=r"does not exist.*__0_0-.*\.distcp"):
+        loaded(tmp_path / "0")
 
 
 @pytest.mark.parametrize("name", ["../__0_0.distcp", "/etc/hostname", "a/b", ".."])
