@@ -37,6 +37,8 @@ _END_64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _ZIP64_EXTRA, _PADDING_EXTRA = 1, b"FB"
 _COMMENT_BYTES_MAX = _MAX_16
+_IS_FOLDER = 0x10
+"""Bit of an entry's attributes."""
 
 LOCAL_HEADER_BYTES = _LOCAL.size
 """Length of a local header without the name and extra fields that it announces."""
@@ -166,7 +168,7 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     if start + directory_bytes > end:
         raise BadArchive("its directory is damaged")
     try:
-        records = _records(read(start, directory_bytes), count, start)
+        records = _records(read, read(start, directory_bytes), count, start)
     except (struct.error, StopIteration, UnicodeDecodeError) as error:
         raise BadArchive("its directory is damaged") from error
     if not len(records) == len({record.name for record in records}) == len({record.offset_bytes for record in records}):
@@ -187,12 +189,12 @@ def check_payloads(data: bytes) -> None:
             raise BadArchive(f"the record {record.name!r} does not match its checksum: the file was damaged")
 
 
-def _records(data: bytes, count: int, stop: int) -> list[ArchiveEntry]:
+def _records(read: Callable[[int, int], bytes], data: bytes, count: int, stop: int) -> list[ArchiveEntry]:
     records = []
     at = 0
     for _ in range(count):
         fields = _CENTRAL.unpack_from(data, at)
-        signature, method, crc32, stored, length, offset = (fields[i] for i in (0, 4, 7, 8, 9, 16))
+        signature, method, crc32, stored, length, attributes, offset = (fields[i] for i in (0, 4, 7, 8, 9, 15, 16))
         name_bytes, extra_bytes, comment_bytes = fields[10:13]
         if signature != b"PK\1\2":
             raise BadArchive("its directory is damaged")
@@ -204,8 +206,11 @@ def _records(data: bytes, count: int, stop: int) -> list[ArchiveEntry]:
         at += name_bytes + extra_bytes + comment_bytes
         if at > len(data) or offset + _LOCAL.size + name_bytes + stored > stop:
             raise BadArchive(f"its directory is damaged, or the record {name!r} is cut off")
-        if method == 0 and stored != length:
-            raise BadArchive("its directory is damaged")
+        # What is compressed is not compared with its checksum, so a wrong bit must not make a record that. And of what
+        # torch takes for a folder it reads nothing, and says that it has.
+        damaged = stored != length if method == 0 else read(offset, _LOCAL.size)[8:10] != struct.pack("<H", method)
+        if damaged or (attributes & _IS_FOLDER and length):
+            raise BadArchive(f"its directory is damaged where it has the record {name!r}")
         # torch writes a checksum of 0 where it was told to compute none (`set_crc32_options`).
         known = method == 0 and bool(crc32)
         records.append(ArchiveEntry(name, offset, stored, crc32 if known else None))

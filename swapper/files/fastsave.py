@@ -12,6 +12,7 @@ instead, and stages each one's bytes when its turn comes.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import os
 import pickle
@@ -26,7 +27,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.serialization import default_restore_location, location_tag, normalize_storage_type
 
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.files import archive
 from swapper.files.archive import ArchiveEntry
 from swapper.files.file_buffers import POOL_BYTES
@@ -42,6 +43,8 @@ __all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
 _DEFERRED_BYTES_MIN = 1 << 20
+_OF_TORCHS_READER = ("PytorchStreamReader", "inline_container.cc", 'hasRecord("version")')
+"""In what torch's reader of ZIP files raises: it knows no file, and says what is between payloads alone."""
 _NO_STORAGES = frozenset([str, int, float, bool, bytes, tuple, list, dict, set, type, type(None), types.FunctionType])
 
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
@@ -410,12 +413,38 @@ def load(
         start = file.read_at(0, 4)
         if archive.ZIP_START.startswith(start):  # Also of one that is shorter, or empty, as a crash leaves it.
             file.check()
-            if direct:
-                found = _load_to_devices(file, map_location, load_from)
-                if found is not None:
-                    return found[0]
-            return file.used_by(lambda: load_from(file, map_location))
+            with _named(file):
+                if direct:
+                    found = _load_to_devices(file, map_location, load_from)
+                    if found is not None:
+                        return found[0]
+                return file.used_by(lambda: load_from(file, map_location))
+        if not any(start) or _ends_as_archive(file):  # Before a byte of it is taken for a pickle of older formats.
+            raise _damaged(file, "it does not begin as a file of torch.save does: it was damaged, or never written")
     return load_from(path, map_location)
+
+
+@contextmanager
+def _named(file: InputFile) -> Iterator[None]:
+    """Let an error of torch's reader of ZIP files be one that names the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SwapError) or not any(text in str(error) for text in _OF_TORCHS_READER):
+            raise
+        raise _damaged(file, f"it is damaged, or no file of torch.save: {error}") from error
+
+
+def _ends_as_archive(file: InputFile) -> bool:
+    try:
+        archive.read_directory(file.read_at, file.length_bytes)
+    except archive.BadArchive:
+        return False
+    return True
+
+
+def _damaged(file: InputFile, detail: str) -> SwapIOError:
+    return SwapIOError(errno.EBADMSG, "read", file.path, detail=detail)
 
 
 def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[Any, Any], Any]) -> tuple[Any] | None:

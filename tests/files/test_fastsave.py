@@ -21,8 +21,9 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from archives import without_id
 from interrupts import interrupted_at, places_of
 from launcher import run_program
 from repository import BENCHMARKS
-from sampling import ALL
+from sampling import ALL, SEED
 from still_drive import still
 from torch import Tensor, nn
 
@@ -874,26 +875,60 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         assert caught.value.errno == errno.EBADMSG and str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.long
-def test_no_damage_ends_in_another_object(tmp_path: Path) -> None:
-    """Bytes changed at random: refused, or of no consequence."""
+def test_no_damage_ends_in_another_object_or_in_an_error_without_a_name(tmp_path: Path, weights_only: bool) -> None:
+    """Bits, sectors and appended bytes: refused by the file's name, or of no consequence."""
     path = tmp_path / "x"
     saved = {"a": torch.randn(50), "b": [torch.arange(5), "text"]}
     swapper.save(saved, path)
     whole = path.read_bytes()
-    chance = random.Random(0)
+    bits: Iterable[int] = range(8 * len(whole))
+    bits = bits if ALL else random.Random(SEED).sample(bits, 600)
+    damaged = [whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :] for bit in bits]
+    for start in range(0, len(whole), 512):
+        damaged += [whole[:start] + fill * 512 + whole[start + 512 :] for fill in (b"\0", b"\xff")]
+    damaged += [bytes(len(whole)), whole + bytes(4096)]
     refused = 0
-    for _ in range(400):
-        data = bytearray(whole)
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        path.write_bytes(data)
-        try:
-            loaded = swapper.load(path)
-        except Exception:
-            refused += 1
-        else:
-            assert_same(loaded, saved)
+    with AsyncIOHandle() as handle:
+        for data in damaged:
+            path.write_bytes(data)
+            try:
+                loaded = swapper.load(path, weights_only=weights_only, handle=handle)
+            except SwapIOError as error:
+                assert error.errno == errno.EBADMSG and error.filename == str(path)
+                refused += 1
+            else:
+                assert_same(loaded, saved)
     assert refused > 50
+
+
+@pytest.mark.parametrize(("field", "bit"), [(10, 3), (38, 4)], ids=["compressed", "a folder"])
+def test_a_wrong_bit_that_makes_a_record_something_else_is_refused(tmp_path: Path, field: int, bit: int) -> None:
+    """Of such a record torch reads nothing, and takes memory that nobody has written for the tensor."""
+    path = tmp_path / "x"
+    swapper.save({"a": torch.randn(50), "b": [torch.arange(5), "text"]}, path)
+    whole = path.read_bytes()
+    for entry in archive.read_directory(lambda at, n: whole[at : at + n], len(whole)):
+        at = whole.rindex(entry.name.encode()) - 46 + field
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(SwapIOError, match=f"damaged where it has the record '{entry.name}'"):
+            swapper.load(path)
+
+
+def test_a_file_that_was_compressed_is_loaded(tmp_path: Path) -> None:
+    saved = {"a": torch.zeros(5000), "b": [torch.arange(5), "text"]}
+    torch.save(saved, tmp_path / "x")
+    with (
+        zipfile.ZipFile(tmp_path / "x") as plain,
+        zipfile.ZipFile(tmp_path / "y", "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
+        compressed.writestr("x/", b"")
+        for entry in plain.infolist():
+            compressed.writestr(entry.filename, plain.read(entry))
+    assert (tmp_path / "y").stat().st_size < 5000
+    for load in (torch.load, swapper.load):
+        assert_same(load(tmp_path / "y"), saved)
 
 
 def test_a_file_without_checksums_is_loaded(tmp_path: Path) -> None:
