@@ -26,7 +26,7 @@ from swapper.checkpoint.saved_model import save_tensors
 from swapper.checkpoint.state_writer import StateDict, StateWriter, described_parameter, memory_stride
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
-from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
+from swapper.files.archive import LOCAL_HEADER_BYTES, ZIP_START, BadArchive, header_bytes, read_directory
 from swapper.optimizer.encodings import steps_in
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
@@ -157,7 +157,9 @@ def _check(path: str) -> None:
 
         try:
             entries = read_directory(read, size_bytes)
-        except BadArchive:
+        except BadArchive as error:
+            if read(0, len(ZIP_START)) == ZIP_START:  # Of which torch may take less, or more, than there was.
+                raise SwapError(f"{path} is damaged: {error}") from error
             return
         with progress_bar("checking", size_bytes) as done:
             for entry in entries:

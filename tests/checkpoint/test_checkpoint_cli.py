@@ -686,6 +686,18 @@ def test_a_flipped_bit_of_a_file_is_found(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+def test_a_file_whose_directory_is_damaged_is_not_left_to_torch(tmp_path: Path) -> None:
+    """Of a record that a wrong bit makes a folder torch reads nothing, and takes what is in memory for it."""
+    path = tmp_path / "plain.pt"
+    torch.save({"model": WEIGHTS}, path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"plain/data.pkl") - 46 + 38] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(SwapError, match=r"plain\.pt is damaged: .*directory .*'plain/data\.pkl'"):
+        import_checkpoint(path, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_state_whose_parameter_cannot_be_known_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.LBFGS(model.parameters())
