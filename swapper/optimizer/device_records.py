@@ -22,7 +22,7 @@ from swapper.errors import SwapIOError
 from swapper.io.checksums import checksum
 from swapper.optimizer.device_codec import join_on_device, split_on_device, sum_of_bits
 from swapper.optimizer.device_slots import DeviceSlots, Slot
-from swapper.optimizer.master_codec import ties_bytes_max
+from swapper.optimizer.master_codec import damaged_master, ties_bytes_max
 from swapper.optimizer.records import Masters, OpenBucket
 from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
 from swapper.storage.buffers import Lease
@@ -185,9 +185,8 @@ class DeviceBucket(OpenBucket):
         for position in self._counted:
             count = counts[position]
             if count == _DAMAGED:
-                raise SwapIOError(
-                    errno.EBADMSG, "read", detail="a stored master is damaged: its ties are not as many as said"
-                )
+                detail = str(damaged_master("its ties are not as many as said"))
+                raise SwapIOError(errno.EBADMSG, "read", detail=detail)
             bucket.segments[position].tie_bits = count
         place = cursor = bucket.layout.tail_offset_bytes
         for segment in bucket.segments:

@@ -26,7 +26,7 @@ from swapper.errors import SwapError
 from swapper.io import _native
 from swapper.io.host_memory import require_on_host
 
-__all__ = ["join_master", "split_master", "ties_bytes_max"]
+__all__ = ["damaged_master", "join_master", "split_master", "ties_bytes_max"]
 
 _LOW_DTYPES = (torch.int16, torch.uint16)
 
@@ -112,7 +112,15 @@ def join_master(param: Tensor, low: Tensor, ties: Tensor, tie_bits: int, master:
             torch.get_num_threads(),
         )
     except ValueError as error:
-        raise SwapError(f"a stored master is damaged: {error}") from error
+        raise damaged_master(error) from error
+
+
+def damaged_master(reason: object) -> SwapError:
+    """Return the error of a master whose parts do not fit each other, as no write leaves them."""
+    return SwapError(
+        f"a stored master is damaged: {reason}; its record is not as it was written: load a checkpoint, "
+        "and set verify: crc32c, by which the file is named"
+    )
 
 
 def _require(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, *, or_more: bool = False) -> None:

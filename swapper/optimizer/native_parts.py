@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swapper.errors import SwapError
-from swapper.optimizer.master_codec import join_master, ties_bytes_max
+from swapper.optimizer.master_codec import damaged_master, join_master, ties_bytes_max
 from swapper.optimizer.operands import Operand, Scratch
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import MASTER, Segment
@@ -270,7 +269,7 @@ def token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor]
         low = opened.stored(segment, MASTER)[:numel].contiguous()
         tie_bits = int((low.view(torch.int16) == -(1 << 15)).sum())
         if tie_bits > segment.tie_bits:
-            raise SwapError(f"a stored master is damaged: more than {segment.tie_bits} ties")
+            raise damaged_master(f"more than {segment.tie_bits} ties")
         ties = opened.ties_of(segment)[: ties_bytes_max(tie_bits)].clone()
         join_master(parts.values[:numel].clone(), low, ties, tie_bits, values)
     state = []

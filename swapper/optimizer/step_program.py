@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swapper.errors import SwapError
 from swapper.io import _native
+from swapper.optimizer.master_codec import damaged_master
 from swapper.optimizer.state_codec import EncodedState
 from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, PARAMETER, SQRT, Operation
 
@@ -212,7 +213,7 @@ def _state_written(operations: Iterable[Operation], state: int) -> set[int]:
 def refusal(error: ValueError) -> SwapError:
     """Return the error by which users are told what `NativeProgram.run` has refused."""
     if "ties" in str(error):  # The core has counted them; all else it refuses before it reads a value.
-        return SwapError(f"a stored master is damaged: {error}")
+        return damaged_master(error)
     return SwapError(f"a native step was refused: {error}; with offload_optimizer.native_step: off the class steps")
 
 
