@@ -21,7 +21,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
-from swapper.optimizer.probe_gradients import CHANGES, sizes_of
+from swapper.optimizer.probe_gradients import CHANGES, orthogonal_to, sizes_of
 from swapper.optimizer.single_settings import Settings
 from swapper.optimizer.state_shapes import shape_of_state, two_like
 from swapper.optimizer.step_arguments import judge_closure_uses, tell_of_result
@@ -403,6 +403,7 @@ def keeps_bits(
         for gradient in changed:
             change(gradient.view(-1)[: numel // 2])  # The first segment is all of that.
         kinds.append((start, changed))
+    kinds.append((start, [orthogonal_to(start, gradient) for gradient in gradients]))
     try:
         return all(_same_in_parts(optimizer, group, *kind, cuts) for kind in kinds)
     except ConfigError:  # It takes none of this kind, and is to say so before it has stepped a part.

@@ -52,6 +52,12 @@ def in_order(change: Callable[[Tensor], Tensor]) -> Change:
     return lambda p, g: change(g.flatten()).view_as(g)
 
 
+def is_orthogonal(p: Tensor, g: Tensor) -> Tensor:
+    """As AdamP asks it, which projects updates of weights before a norm layer."""
+    similarity = torch.nn.functional.cosine_similarity(p.flatten(), g.flatten(), dim=0)
+    return similarity.abs() < 0.1 / p.numel() ** 0.5
+
+
 WHOLE: dict[str, Change] = {
     "norm": lambda p, g: g / (g.norm() + 1e-6),
     "trust ratio": lambda p, g: g * (p.norm() / (g.norm() + 1e-6)),
@@ -72,6 +78,7 @@ WHOLE: dict[str, Change] = {
     "one sign": lambda p, g: g if (g < 0).any() else -g,
     "not finite": lambda p, g: g if g.isfinite().all() else torch.zeros_like(g),
     "weights of a large norm": lambda p, g: g + p * (p.norm() > 1e4),
+    "orthogonal": lambda p, g: torch.where(is_orthogonal(p, g), 2 * g, g),
 }
 OF_MATRICES: dict[str, Change] = {
     "mean of rows": of_matrices(lambda g: g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)),
@@ -79,6 +86,7 @@ OF_MATRICES: dict[str, Change] = {
     "norm of columns": of_matrices(lambda g: g / g.norm(dim=0, keepdim=True)),
     "order of rows": of_matrices(lambda g: g.flip(0)),
     "decay": lambda p, g: g + 0.1 * p if p.dim() > 1 else g,
+    "orthogonal matrix": lambda p, g: torch.where(is_orthogonal(p, g), 2 * g, g) if p.dim() > 1 else g,
 }
 ELEMENTWISE: dict[str, Change] = {
     "root": lambda p, g: g.sign() * g.abs().sqrt(),
@@ -118,6 +126,8 @@ def gradient(like: Tensor, kind: str, generator: torch.Generator) -> Tensor:
         first.abs_()
     elif kind == "NaN":
         first[:1].fill_(torch.nan)
+    elif kind == "orthogonal":
+        g -= like * ((like * g).sum(-1, keepdim=True) / (like * like).sum(-1, keepdim=True))
     else:
         g *= float(kind)
     return g
@@ -128,7 +138,7 @@ def bits_after(optimizer: Optimizer, kind: str) -> list[bytes]:
     mine = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(3):
         for p in mine:
-            p.grad = gradient(p, kind, generator)
+            p.grad = gradient(p.detach(), kind, generator)
         optimizer.step()
     return [p.detach().numpy().tobytes() for p in mine]
 
@@ -144,7 +154,7 @@ def has_plain_bits(change: Change, shape: tuple[int, ...], kind: str, nvme_path:
     return len(first) > 1
 
 
-KINDS = ["1", "1e4", "1e-6", "zeros", "one sign", "NaN"]
+KINDS = ["1", "1e4", "1e-6", "zeros", "one sign", "NaN", "orthogonal"]
 
 
 @pytest.mark.sampled(24)
