@@ -420,6 +420,7 @@ def _same_in_parts(
     """True if a parameter and its parts, which are 1-D, have the same bits after a step with each gradient."""
     whole = Twin(optimizer, group, [start.clone()])
     parts = Twin(optimizer, group, [start.view(-1)[i:j].clone() for i, j in cuts])
+    parts.take_state(whole, cuts)
     for gradient in gradients:
         whole.step([gradient])
         parts.step_apart([gradient.view(-1)[i:j] for i, j in cuts])

@@ -63,7 +63,7 @@ class Twin:
         cls = type(optimizer)
         on_cpu, package = tensors[0].is_cpu, package_of(optimizer)
         self._step = class_step(cls)
-        self._name = cls.__name__
+        self._name, self._package = cls.__name__, package
         self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.group = {
             key: _tensor_of(value, on_cpu, memo) if isinstance(value, torch.Tensor) else _own(value, package, memo)
@@ -107,6 +107,20 @@ class Twin:
                     for key, value in state.items()
                 }
             return
+
+    def take_state(self, whole: Twin, cuts: Sequence[tuple[int, int]]) -> None:
+        """Begin with the state, if any, of the only parameter of `whole`, of which this one's are `cuts`.
+
+        What a class makes early it may make of the parameter's values, and tensors of one dimension have others' state.
+        """
+        (known,) = whole.parameters
+        for key, value in whole.optimizer.state.get(known, {}).items():
+            for parameter, (start, stop) in zip(self.parameters, cuts, strict=True):
+                if not isinstance(value, torch.Tensor):
+                    self.optimizer.state[parameter][key] = _own(value, self._package, {})
+                else:
+                    part = value.reshape(-1)[start:stop] if value.shape == known.shape else value
+                    self.optimizer.state[parameter][key] = part.clone()
 
     def step(self, gradients: Sequence[torch.Tensor | None], only: Sequence[int] | None = None) -> None:
         """Step all parameters, or those of these numbers, each with its gradient, if it has one."""

@@ -178,6 +178,31 @@ def test_what_is_elementwise_is_cut(
     assert has_plain_bits(ELEMENTWISE[name], shape, kind, nvme_path) == registered
 
 
+class Anchored(Optimizer):
+    """Draws each element back to what it was when the optimizer was made, as state that is there then says."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"anchor": p.detach().clone(), "steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["steps"] += 1
+                p.add_(p.grad + p - self.state[p]["anchor"], alpha=-self.param_groups[0]["lr"])
+
+
+def test_what_has_made_state_of_values_is_cut(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, Anchored})
+    plain, optimizer = (Anchored(parameters((300, 400))) for _ in range(2))
+    swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    assert len(swapper.of(optimizer).segments_of(optimizer.param_groups[0]["params"][0])) > 1
+    assert bits_after(optimizer, "1") == bits_after(plain, "1")
+    swapper.of(optimizer).close()
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_looks_at_all_parameters_is_refused(name: str, registered: bool, nvme_path: Path) -> None:
     optimizer = Momentum(parameters((300, 400)), lambda p, g: g, COUPLED[name])
