@@ -410,4 +410,5 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes) if tensor.dim() else 1
     for start in range(0, len(tensor), rows) if tensor.dim() else [0]:
         part = tensor[start : start + rows] if tensor.dim() else tensor
-        yield part.contiguous().view(-1).view(torch.uint8)
+        part = part.contiguous()  # As is one element with any stride, of which there is no view of bytes.
+        yield part.as_strided((part.numel(),), (1,)).view(torch.uint8)

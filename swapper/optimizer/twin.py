@@ -259,6 +259,7 @@ def seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the values are the same bits in the same order, whatever the shapes."""
     a, b = (each.reshape(-1).cpu().contiguous() for each in (a, b))  # Also of what is expanded.
+    a, b = (each.as_strided(each.shape, (1,)) for each in (a, b))  # One element is contiguous with any stride.
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 

@@ -245,3 +245,40 @@ def test_state_that_is_in_objects_is_said_to_stay_in_memory(
     assert torch.equal(ours.param_groups[0]["params"][0], expected.param_groups[0]["params"][0])
     assert ("stays in memory, beyond pool_bytes" in caplog.text) == (size == 200)
     swapper.of(ours).close()
+
+
+class Sliced(Optimizer):
+    """Keeps every so many-th element of a parameter as it began, as classes do that measure how far they came."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "every": 11})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["began"] = p.detach().clone().flatten()[:: group["every"]]
+                    p.add_(p.grad * state["began"][0].sign(), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_of_one_element_may_have_any_stride(dtype: torch.dtype, tmp_path: Path, nvme_path: Path) -> None:
+    """It is contiguous then, and yet torch has no view of its bytes."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(5, 2, dtype=dtype), nn.Linear(5, 2, dtype=dtype)
+    plain.load_state_dict(model.state_dict())
+    optimizer, reference = Sliced(model.parameters()), Sliced(plain.parameters())
+    swapper.wrap_optimizer(optimizer, {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme"}})
+    for each, of in ((model, optimizer), (plain, reference)):
+        for p in each.parameters():
+            p.grad = torch.ones_like(p)
+        of.step()
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer).wait()
+    swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert bits(p) == bits(q)
+        assert bits(optimizer.state_dict()["state"][0]["began"]) == bits(reference.state_dict()["state"][0]["began"])
+    swapper.of(optimizer).close()
