@@ -77,6 +77,8 @@ class NativeQueue:
         if self._queued:
             self._begin()
         self._conclude_all(self._wait())
+        for half in self._halves or ():  # Also what was taken for a bucket that was not queued then.
+            half.reset()
 
     def drop(self) -> None:
         """Forget all, after what runs: the step is over, or was cut off. Idempotent."""

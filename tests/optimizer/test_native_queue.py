@@ -194,6 +194,16 @@ def test_buffers_that_are_stepped_are_nobody_elses_when_the_step_is_cut_off(monk
         swapper.of(each).close()
 
 
+def test_what_was_taken_for_a_bucket_that_is_not_queued_is_given_back() -> None:
+    with BufferPool(1 << 20) as pool, pool.acquire(4096) as lease:
+        queue, whole = native_queue.NativeQueue(lambda _: None, lambda _: None), Scratch(lease)
+        first = queue.scratch(whole).take_bytes(2048)
+        with pytest.raises(ScratchFull):
+            queue.scratch(whole).take_bytes(64)
+        queue.flush()
+        assert queue.scratch(whole).take_bytes(64) == first
+
+
 def test_the_halves_of_scratch_end_where_the_other_begins() -> None:
     with BufferPool(1 << 20) as pool:
         lease = pool.acquire(8192 + 64)
