@@ -16,7 +16,9 @@ from swapper.errors import SwapError
 from swapper.optimizer.native_step import NativeOperand
 from swapper.optimizer.operands import Operand, Scratch
 from swapper.optimizer.records import OpenBucket
+from swapper.optimizer.segments import Bucket
 from swapper.optimizer.step_program import NativeRun
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["NativeQueue", "QueuedBucket"]
 
@@ -39,6 +41,9 @@ class NativeQueue:
     Args:
         enter: is called for the operands of each bucket just before they begin to change.
         conclude: is called for each bucket that is stepped.
+
+    Attributes:
+        open_bytes_max: see `OptimizerPlan.open_bytes_max`.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class NativeQueue:
         enter: Callable[[Sequence[Operand]], None],
         conclude: Callable[[QueuedBucket], None],
     ) -> None:
+        self.open_bytes_max: int | None = 0
         self._enter = enter
         self._conclude = conclude
         self._halves: tuple[Scratch, Scratch] | None = None
@@ -59,6 +65,13 @@ class NativeQueue:
         if self._halves is None:
             self._halves = whole.halves()
         return self._halves[0]
+
+    def has_room(self, bucket: Bucket) -> bool:
+        """True if `bucket` may be opened beside those that are open here."""
+        if self.open_bytes_max is None:
+            return True
+        open_bytes = sum(each.opened.bucket.length_bytes for each in (*self._running, *self._queued))
+        return open_bytes + bucket.length_bytes <= self.open_bytes_max
 
     def add(self, bucket: QueuedBucket) -> None:
         """Step `bucket`, soon. Errors as of `flush`."""
@@ -82,11 +95,12 @@ class NativeQueue:
 
     def drop(self) -> None:
         """Forget all, after what runs: the step is over, or was cut off. Idempotent."""
-        run, self._run = self._run, None
-        self._running, self._queued, self._numel, self._halves = [], [], 0, None
-        if run is not None:
-            with contextlib.suppress(SwapError):  # Whoever cut it off knows more.
-                run.wait()
+        with interrupts_deferred():  # For milliseconds: what runs uses buffers, and temporaries, that are here.
+            if self._run is not None:
+                with contextlib.suppress(SwapError):  # Whoever cut it off knows more.
+                    self._run.wait()
+            self._run, self._halves, self._numel = None, None, 0
+            self._running, self._queued = [], []
 
     def _begin(self) -> None:
         done = self._wait()

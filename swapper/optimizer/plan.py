@@ -44,7 +44,7 @@ from swapper.optimizer.single_settings import Settings, settings_of
 from swapper.optimizer.step_device import device_of, has_room, may_step_on_device, step_bytes
 from swapper.optimizer.step_function import has_step_of_torch
 from swapper.sizes import PAGE_BYTES, round_up
-from swapper.storage.budget import Schedule, plan_schedule
+from swapper.storage.budget import IN_FLIGHT, Schedule, plan_schedule
 from swapper.tensors.sharded import local_of
 
 __all__ = ["OptimizerPlan", "parameters_of", "plan_to_show", "swaps_state_of"]
@@ -376,6 +376,16 @@ class OptimizerPlan:
     def wanted_bytes(self) -> int:
         """The most of a pool that it can use: all records at their longest, and the scratch of a step."""
         return self.stored_bytes + self.scratch_bytes * self.scratch_count
+
+    @property
+    def open_bytes_max(self) -> int | None:
+        """The most bytes of records that a step has in use at once: others of the pool count on the rest.
+
+        None if all stay in the pool for good.
+        """
+        if self.config.offload_optimizer.device == "cpu":
+            return None
+        return (IN_FLIGHT - 1) * max((bucket.length_bytes for bucket in self.buckets), default=0)
 
     def schedule(self) -> Schedule:
         """The order of staging, and what it needs of the pool."""

@@ -88,8 +88,7 @@ class Stepper:
         self._scratches: list[Scratch] = []
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._in_memory = False  # Parameters and gradients are, and nobody changes them until the step is over.
-        self._are_apart = False  # So, and none shares memory with another.
-        self._may_queue = False
+        self._are_apart = self._may_queue = False  # So, and none shares memory with another.
         self._slices: Slices = {}  # in a step, of those that are not fetched yet
         self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
@@ -181,6 +180,7 @@ class Stepper:
         self._in_memory = not moves and self.parameters is None and self.gradients is None
         self._are_apart = self._in_memory and not share_memory(segment for _, active in work for segment in active)
         self._may_queue = self._are_apart and self._native.enabled
+        self._queue.open_bytes_max = self.plan.open_bytes_max
         self.hold_scratch()
         if self._slots is not None:
             if self._direct is not None:
@@ -236,6 +236,7 @@ class Stepper:
 
     def recover(self) -> None:
         """Give back records that were taken and not put, and drop what was prefetched."""
+        self._queue.drop()  # If an interrupt has cut off what was to do that.
         self._records.recover()
 
     def widen(self, optimizer: Optimizer) -> None:
@@ -483,7 +484,8 @@ class Stepper:
         self.done += 1
 
     def _take(self, bucket: Bucket) -> OpenBucket:
-        if self._may_queue and (opened := self._records.take_at_hand(bucket)) is not None:
+        has_room = self._may_queue and self._queue.has_room(bucket)
+        if has_room and (opened := self._records.take_at_hand(bucket)) is not None:
             return opened
         self._queue.flush()  # Its buffers may be needed.
         return self._records.take(bucket, for_step=True)

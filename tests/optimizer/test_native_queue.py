@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from swapper.io import _native
 from swapper.optimizer import native_queue, records, step_program
 from swapper.optimizer.operands import Scratch, ScratchFull
 from swapper.storage.buffers import BufferPool
+from swapper.storage.cached_records import RecordState
 
 SHAPES = [(300, 41), (64,), (3,), (5000,), (37, 129), (), (70001,), (0,), (260, 64), (1 << 15,)]
 
@@ -102,19 +104,36 @@ def test_what_is_stepped_together_has_the_bits_of_the_class(
 
 
 @pytest.mark.parametrize("encoding", ["exact", "bf16", "int8"])
-@pytest.mark.parametrize("resident_bytes", ["0", "1MiB"])
+@pytest.mark.parametrize(("resident_bytes", "pool_bytes"), [("0", "1536KiB"), ("1MiB", "1536KiB"), ("0", "16MiB")])
 def test_records_that_come_from_a_drive(
-    encoding: str, resident_bytes: str, nvme_path: Path, begun: list[int], monkeypatch: pytest.MonkeyPatch
+    encoding: str,
+    resident_bytes: str,
+    pool_bytes: str,
+    nvme_path: Path,
+    begun: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is not at hand is waited for when all that is queued is done: a pool of the least size is enough."""
+    """What is not at hand is waited for when all that is queued is done: a pool of the least size is enough.
+
+    And not more is held, whatever the pool has room for: another optimizer may step, in another thread.
+    """
+    take, held = records.BucketRecords.take_at_hand, []
+
+    def taking(self: records.BucketRecords, bucket: Any) -> records.OpenBucket | None:
+        opened = take(self, bucket)
+        held.append(self.cache.records.bytes_of(RecordState.LIVE))
+        return opened
+
+    monkeypatch.setattr(records.BucketRecords, "take_at_hand", taking)
     monkeypatch.setattr(native_queue, "_NUMEL_TOGETHER", 20_000)
     sections: dict[str, Any] = {
         "nvme_path": str(nvme_path),
         "offload_optimizer": {"device": "nvme", "encoding": encoding, "resident_bytes": resident_bytes},
-        "pool_bytes": "1536KiB",
+        "pool_bytes": pool_bytes,
     }
     mine, my_state = ends_of(sgd, torch.bfloat16, "on", **sections)
     assert begun
+    assert 0 < max(held) <= 2 * (64 << 10)
     others, other_state = ends_of(sgd, torch.bfloat16, "off", **sections)
     torch.testing.assert_close(mine, others, rtol=0, atol=0)
     torch.testing.assert_close(my_state, other_state, rtol=0, atol=0)
@@ -192,6 +211,42 @@ def test_buffers_that_are_stepped_are_nobody_elses_when_the_step_is_cut_off(monk
     torch.testing.assert_close(p, plain, rtol=0, atol=0)
     for each in (optimizer, reference):
         swapper.of(each).close()
+
+
+def test_what_runs_keeps_its_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gradient with other strides the core reads a copy, which only the queue has: it stays until that is over."""
+    alive = []
+
+    class Run(step_program.NativeRun):
+        def __init__(self, steps: Sequence[Any], threads: int) -> None:
+            self.copies = [weakref.ref(segment.gradient) for _, segment in steps]
+            super().__init__(steps, threads)
+
+        def wait(self) -> list[tuple[int, int]]:
+            found = super().wait()
+            alive.append(all(each() is not None for each in self.copies))
+            return found
+
+    parameters = [nn.Parameter(torch.randn(96, 80).bfloat16()) for _ in range(9)]
+    optimizer = wrapped(sgd(parameters), "on")
+    for p in parameters:
+        p.grad = torch.randn(80, 96).bfloat16().t()
+    optimizer.step()
+    monkeypatch.setattr(native_queue, "_NUMEL_TOGETHER", 1)
+    monkeypatch.setattr(native_queue, "NativeRun", Run)
+    take, taken = records.BucketRecords.take_at_hand, []
+
+    def taking(self: records.BucketRecords, bucket: Any) -> records.OpenBucket | None:
+        taken.append(bucket)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return take(self, bucket)
+
+    monkeypatch.setattr(records.BucketRecords, "take_at_hand", taking)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert alive[:2] == [True, True]
+    swapper.of(optimizer).close()
 
 
 def test_what_was_taken_for_a_bucket_that_is_not_queued_is_given_back() -> None:
