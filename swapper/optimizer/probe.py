@@ -427,10 +427,13 @@ def _same_in_parts(
     joined = torch.cat([p.detach() for p in parts.parameters])
     if not same_bits(whole.parameters[0].detach(), joined):
         return False
-    for key, value in whole.optimizer.state[whole.parameters[0]].items():
-        pieces = [parts.optimizer.state[p][key] for p in parts.parameters]
-        if isinstance(value, torch.Tensor) and value.shape == start.shape:
-            if not same_bits(value, torch.cat(pieces)):
+    state, of_parts = whole.optimizer.state[whole.parameters[0]], [parts.optimizer.state[p] for p in parts.parameters]
+    if any(each.keys() != state.keys() for each in of_parts):  # Of matrices it has other state than of vectors.
+        return False
+    for key, value in state.items():
+        pieces = [each[key] for each in of_parts]
+        if all(isinstance(each, torch.Tensor) for each in (value, *pieces)) and value.shape == start.shape:
+            if not same_bits(value, torch.cat([piece.reshape(-1) for piece in pieces])):
                 return False
         elif not all(equal(value, piece) for piece in pieces):
             return False
@@ -484,7 +487,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         shapes = {small_shape(p) for p in group["params"] if p.dim() <= len(PRIMES)}
         for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
             if 0 not in shape:
-                _refuse_coupling(optimizer, group, shape, only_attributes=is_known and has_step_of_torch(optimizer))
+                _refuse_coupling(optimizer, group, shape, is_known)
 
 
 def _tried_together_and_apart(
@@ -553,9 +556,7 @@ def _agrees_with(optimizer: Optimizer, group: dict[str, Any], start: Sequence[to
     return _agree(together, apart)
 
 
-def _refuse_coupling(
-    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], *, only_attributes: bool = False
-) -> None:
+def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], is_known: bool) -> None:
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
@@ -573,14 +574,14 @@ def _refuse_coupling(
         )
     state_before.refuse_aliases(together)
     tell_of_result(optimizer, together.returned)
-    if only_attributes and equal(*_groups_of(together, apart)):
+    if is_known and has_step_of_torch(optimizer) and equal(*_groups_of(together, apart)):
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
     if stray:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps state that belongs to no parameter ({stray[0]!r}); it cannot be swapped"
         )
-    untouched = not any(together.optimizer.state.values())
+    untouched = not is_known and not any(together.optimizer.state.values())
     if untouched and all(same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
         raise ConfigError(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "

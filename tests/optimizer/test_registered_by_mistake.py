@@ -220,3 +220,71 @@ def test_a_class_that_refuses_gradients_is_stepped_whole(nvme_path: Path, monkey
 
     monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, Momentum})
     assert not has_plain_bits(finite, (300, 400), "1", nvme_path)
+
+
+class Sign(Optimizer):
+    """Has no state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+def test_what_changes_nothing_yet_is_taken_if_it_is_registered(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rate of a warm-up may be too small for any bit to change, and no state says more of the class."""
+    optimizer, plain = (Sign(parameters((300, 400))) for _ in range(2))
+    optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 1e-20
+    with pytest.raises(swapper.ConfigError, match="changed nothing in 8 trial steps"):
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, Sign})
+    swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.01
+    assert bits_after(optimizer, "1") == bits_after(plain, "1")
+    swapper.of(optimizer).close()
+
+
+class OtherStateOfMatrices(Optimizer):
+    """Has `of_matrices` as the state of matrices alone, and `of_vectors` as that of vectors: an element is stepped."""
+
+    def __init__(self, params: Any, of_matrices: dict[str, Any], of_vectors: dict[str, Any]) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.kinds = of_vectors, of_matrices
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    for key, make in self.kinds[p.dim() > 1].items():
+                        self.state[p].setdefault(key, make(p))
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("of_matrices", "of_vectors"),
+    [
+        ({"row": lambda p: p[0].clone(), "column": lambda p: p[:, 0].clone()}, {"square": torch.zeros_like}),
+        ({"row": lambda p: p[0].clone()}, {}),
+        ({}, {"square": torch.zeros_like}),
+        ({"square": torch.zeros_like}, {"square": lambda p: None}),
+        ({"square": torch.zeros_like}, {"square": lambda p: torch.zeros(())}),
+    ],
+    ids=["other", "more", "fewer", "None", "scalar"],
+)
+def test_what_has_other_state_of_matrices_is_not_cut(
+    of_matrices: dict[str, Any], of_vectors: dict[str, Any], nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, OtherStateOfMatrices})
+    plain, optimizer = (OtherStateOfMatrices(parameters((300, 400)), of_matrices, of_vectors) for _ in range(2))
+    swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    assert len(swapper.of(optimizer).segments_of(optimizer.param_groups[0]["params"][0])) == 1
+    assert bits_after(optimizer, "1") == bits_after(plain, "1")
+    swapper.of(optimizer).close()
