@@ -159,14 +159,14 @@ def _check(path: str) -> None:
             entries = read_directory(read, size_bytes)
         except BadArchive as error:
             if read(0, len(ZIP_START)) == ZIP_START:  # Of which torch may take less, or more, than there was.
-                raise SwapError(f"{path} is damaged: {error}") from error
+                raise SwapError(f"{path} cannot be imported: {error}") from error
             return
         with progress_bar("checking", size_bytes) as done:
             for entry in entries:
                 try:
                     start = entry.offset_bytes + header_bytes(read(entry.offset_bytes, LOCAL_HEADER_BYTES))
                 except BadArchive as error:
-                    raise SwapError(f"{path} is damaged: {error}") from error
+                    raise SwapError(f"{path} cannot be imported: {error}") from error
                 crc = 0
                 for at in range(start, start + entry.length_bytes, _PIECE_BYTES):
                     piece = read(at, min(_PIECE_BYTES, start + entry.length_bytes - at))

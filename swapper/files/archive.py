@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -169,10 +170,15 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
         raise BadArchive("its directory is damaged")
     try:
         records = _records(read, read(start, directory_bytes), count, start)
-    except (struct.error, StopIteration, UnicodeDecodeError) as error:
+    except (struct.error, StopIteration) as error:
         raise BadArchive("its directory is damaged") from error
-    if not len(records) == len({record.name for record in records}) == len({record.offset_bytes for record in records}):
+    if len(records) != len({record.offset_bytes for record in records}):
         raise BadArchive("its directory is damaged")
+    if repeated := [name for name, count in Counter(record.name for record in records).items() if count > 1]:
+        # A wrong bit may do that, and then torch has one in the place of another.
+        raise BadArchive(
+            f"two of its records have one name, {repeated[0]!r}: another program has added to it, or it is damaged"
+        )
     return records
 
 
@@ -194,12 +200,13 @@ def _records(read: Callable[[int, int], bytes], data: bytes, count: int, stop: i
     at = 0
     for _ in range(count):
         fields = _CENTRAL.unpack_from(data, at)
-        signature, method, crc32, stored, length, attributes, offset = (fields[i] for i in (0, 4, 7, 8, 9, 15, 16))
+        signature, flags, method, crc32 = (fields[i] for i in (0, 3, 4, 7))
+        stored, length, attributes, offset = (fields[i] for i in (8, 9, 15, 16))
         name_bytes, extra_bytes, comment_bytes = fields[10:13]
         if signature != b"PK\1\2":
             raise BadArchive("its directory is damaged")
         at += _CENTRAL.size
-        name = data[at : at + name_bytes].decode()
+        name = _name(data[at : at + name_bytes], is_utf8=bool(flags & _UTF8))
         # Values that do not fit into 32 bits follow in the extra field, in this order.
         wide = iter(_zip64_values(data[at + name_bytes : at + name_bytes + extra_bytes]))
         length, stored, offset = [next(wide) if value == _MAX_32 else value for value in (length, stored, offset)]
@@ -215,6 +222,16 @@ def _records(read: Callable[[int, int], bytes], data: bytes, count: int, stop: i
         known = method == 0 and bool(crc32)
         records.append(ArchiveEntry(name, offset, stored, crc32 if known else None))
     return records
+
+
+def _name(data: bytes, *, is_utf8: bool) -> str:
+    """The name of a record: in UTF-8, as torch says and has it, or in what other packers take if they say nothing."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        if is_utf8:
+            raise BadArchive("its directory is damaged: a name of its records is not UTF-8") from error
+        return data.decode("cp437")
 
 
 def _zip64_values(extra: bytes) -> Sequence[int]:

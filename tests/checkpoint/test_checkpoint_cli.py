@@ -693,9 +693,50 @@ def test_a_file_whose_directory_is_damaged_is_not_left_to_torch(tmp_path: Path) 
     data = bytearray(path.read_bytes())
     data[data.rindex(b"plain/data.pkl") - 46 + 38] ^= 0x10
     path.write_bytes(data)
-    with pytest.raises(SwapError, match=r"plain\.pt is damaged: .*directory .*'plain/data\.pkl'"):
+    with pytest.raises(SwapError, match=r"plain\.pt cannot .*: its directory is damaged .*'plain/data\.pkl'"):
         import_checkpoint(path, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("said_to_be", ["cp437", "UTF-8"])
+def test_a_file_of_another_packer_is_imported(said_to_be: str, tmp_path: Path) -> None:
+    """Names in it may be in CP437, unless they are said not to be: then a wrong bit has made them that."""
+    path = tmp_path / "plain.pt"
+    torch.save({"model": WEIGHTS}, path)
+    with zipfile.ZipFile(path) as saved:
+        contents = {info.filename: saved.read(info) for info in saved.infolist()}
+    with zipfile.ZipFile(path, "w") as packed:
+        for name, content in contents.items():
+            packed.writestr(name, content)
+    data = path.read_bytes().replace(b"plain/", b"pl\x84in/")
+    if said_to_be == "UTF-8":
+        at = data.index(b"PK\1\2") + 9
+        data = data[:at] + bytes([data[at] | 8]) + data[at + 1 :]
+    path.write_bytes(data)
+    if said_to_be == "UTF-8":
+        with pytest.raises(SwapError, match="its directory is damaged: a name of its records is not UTF-8"):
+            import_checkpoint(path, tmp_path / "saved")
+        return
+    import_checkpoint(path, tmp_path / "saved")
+    model = nn.Linear(2, 2)
+    swapper.load_checkpoint(tmp_path / "saved", model)
+    assert torch.equal(model.weight, WEIGHTS["weight"])
+    at = data.index(b"in/data/0") + len(b"in/data/0")  # What is behind the name in its local header.
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(SwapError, match=r"'pläin/data/0' does not match its checksum"):
+        import_checkpoint(path, tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_file_with_two_records_of_one_name_is_refused(tmp_path: Path) -> None:
+    """It may be whole, but torch would take either; and a wrong bit in a name makes the same."""
+    path = tmp_path / "plain.pt"
+    torch.save({"model": WEIGHTS}, path)
+    with zipfile.ZipFile(path, "a") as packed:
+        packed.writestr("plain/data/0", packed.read("plain/data/0"))
+    words = r"plain\.pt cannot be imported: two of its records have one name, 'plain/data/0'"
+    with pytest.raises(SwapError, match=words):
+        import_checkpoint(path, tmp_path / "saved")
 
 
 def test_state_whose_parameter_cannot_be_known_is_refused(tmp_path: Path) -> None:
