@@ -88,6 +88,8 @@ class Gradient:
         rounded: how often that was since it was begun, and in which step, by its number: another begins at 0 again.
         arrived: micro-batches in it.
         stays: it was in memory before the backward that is going on.
+        begun: identity and version of what was in memory then; None if some of it arrives.
+        edited: it was evicted then, and had been changed since it was rounded.
         left: another optimizer takes it when it arrives.
         norm: if it was taken.
         changes: what is yet to be done to its elements, in place, one after the other.
@@ -110,6 +112,8 @@ class Gradient:
     stride: tuple[int, ...] = ()
     arrived: int = 0
     stays: bool = False
+    begun: tuple[int, int] | None = None
+    edited: bool = False
     left: bool = False
     norm: TakenNorm | None = None
     changes: list[Change] = field(default_factory=list)

@@ -12,8 +12,11 @@ draws its own: with those of the pass before, its error would depend on that one
 
 What stays in memory is not rounded in one process. Where `torch.distributed` is initialized it is, in its place, as it
 would be on its way to the drive: one rank may have used the values of a gradient, to log them, and others not, and
-replicas of it must stay alike. A gradient that an accelerator still copies is rounded by whoever finishes its
-record, so nothing of it may be taken before that. Norms for clipping are those of rounded values, as a step uses them.
+replicas of it must stay alike. A backward that has added nothing to it, as that of another model, does not round it:
+somebody may have edited it. So what was clipped while it was evicted stays in memory after such a backward. That it
+was passed is counted all the same, as on ranks where it goes back to the drive. A gradient that an accelerator still
+copies is rounded by whoever finishes its record, so nothing of it may be taken before that. Norms for clipping are
+those of rounded values, as a step uses them.
 """
 
 from __future__ import annotations

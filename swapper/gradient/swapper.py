@@ -272,6 +272,8 @@ class GradientSwapper(EvictedGradients):
         if is_distributed():
             for swapper in list(GradientSwapper._open):
                 swapper._begin_collecting()
+            if p is not None and (gradient := self._of(p)) is not None:
+                gradient.begun = None
             return
         gradient = None if p is None else self._of(p)
         if gradient is not None:
@@ -445,15 +447,20 @@ class GradientSwapper(EvictedGradients):
             self._undo(gradient, p, GradientState.EVICTED, error)
             raise
 
-    def _round_in_memory(self, gradient: Gradient, p: torch.nn.Parameter) -> None:
-        """Round a gradient that stays in memory as it would be on its way to the drive: other ranks may take theirs."""
-        arrived = raw_gradient(p)
-        if not gradient.rounds or self._place_of is None or arrived is None:
+    def _round_in_memory(self, gradient: Gradient, p: torch.nn.Parameter, arrived: bool = True) -> None:
+        """Round a gradient that stays in memory as it would be on its way to the drive: other ranks may take theirs.
+
+        If nothing of it has `arrived` it is as it was, perhaps edited by the user, and counted as on other ranks.
+        """
+        there = raw_gradient(p)
+        if not gradient.rounds or self._place_of is None or there is None:
             return
-        fresh = local_of(arrived)
+        fresh = local_of(there)
         if not gradient.can_take(fresh):
             return
         gradient.count_rounding(self._place_of(p)[0])
+        if not arrived:
+            return
         with modes_kept():
             set_grad_mode(False)
             flat = fresh.as_strided((fresh.numel(),), (1,))
@@ -497,7 +504,7 @@ class GradientSwapper(EvictedGradients):
             return
         with self._lock:
             self._tasks.add(task)
-            if not self._collecting:
+            if begins := not self._collecting:
                 self._collecting = True
                 for gradient in self._gradients.values():
                     p = gradient.parameter()
@@ -506,9 +513,14 @@ class GradientSwapper(EvictedGradients):
                         gradient.stays = there is not None or gradient.somebody_has_it() is not None
             for gradient in list(self._gradients.values()):
                 p = gradient.parameter()
-                if p is None or is_sharded(p) or gradient.state is GradientState.IN_MEMORY:
+                if p is None or is_sharded(p):
                     continue
-                self.bring_back(p)
+                if begins:
+                    gradient.edited = gradient.rounds and bool(gradient.changes)
+                if gradient.state is not GradientState.IN_MEMORY:
+                    self.bring_back(p)
+                if begins:
+                    gradient.begun = _version_of(raw_gradient(p))
         # A backward inside of another, as reentrant checkpointing makes it, is over before gradients are reduced.
         if not is_nested():
             call_at_the_end(self._collect)
@@ -522,8 +534,10 @@ class GradientSwapper(EvictedGradients):
                 if self._closed or p is None or is_sharded(p) or gradient.left:
                     continue
                 fresh = raw_gradient(p)
-                if gradient.stays:
-                    self._round_in_memory(gradient, p)
+                # Another rank may have used a parameter that this one has not: then its gradient is written to.
+                arrived = gradient.begun is None or gradient.begun != _version_of(fresh)
+                if gradient.stays or (gradient.edited and not arrived):
+                    self._round_in_memory(gradient, p, arrived)
                 elif fresh is not None and gradient.can_take(fresh):
                     self._take(gradient, p, fresh)
 
@@ -572,6 +586,11 @@ class GradientSwapper(EvictedGradients):
         del self._by_number[gradient.number]
         self._arrived.discard(gradient.number)
         self._left_numbers.append(gradient.number)
+
+
+def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Another one after autograd, or who reduces gradients, has written to it."""
+    return None if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
 
 
 def _keep_alone(gradient: torch.Tensor | None) -> None:

@@ -6,13 +6,19 @@ bits is compared twice, each time where no rank can be left waiting for another:
 - When optimizers are wrapped, if all ranks make that call together anyway: of sharded parameters, and at the first use
   of a config with "nvme" in it. Collective (`compare`).
 - In the first step, also after a load. Nothing says that all ranks come to that, so nobody waits: each has left a note
-  in the store of `torch.distributed` (`Alike.tell`), and reads those of the others then (`Alike.check`). Between the
-  two is a backward in which gradients were reduced, and a rank took part in that only after it had left its note. If
-  there are gradients already when it leaves it, that backward is the one before the second step.
+  in the store of `torch.distributed`, and reads those of the others then (`Alike.check`). Between the two gradients
+  were reduced, and a rank took part in that only after it had left its note: of replicas when the first gradient of a
+  backward arrives, and of shards, whose gradients autograd does not see, at once. If shards have gradients already
+  then, it is the backward before the second step.
 
 Ranks belong together if `DistributedDataParallel` has a parameter, or a mesh, whoever else is in the process group:
-ranks that train models of their own may have what settings they like. A note is of parameters of some shapes, and the
-n-th of such on its rank, and of the number of steps made, so that a rank reads what was true for the same step.
+ranks that train models of their own may have what settings they like. A note is of such ranks, parameters of some
+shapes, the n-th optimizer of such that had gradients on its rank, and the number of steps made. Optimizers that no rank
+shares count for nothing, nor do those of replicas that were wrapped and had no gradients: one rank may have tried
+something before. Where ranks count otherwise all the same, a note is missing, as a rule, and nothing is refused.
+
+Modules are found by the garbage collector. Those that the user has frozen (`gc.freeze`) are found if they were there
+when something was wrapped before; else nothing is compared, as it is not for us to unfreeze the heap.
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ import collections
 import gc
 import hashlib
 import json
+import logging
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -36,10 +44,13 @@ from swapper.optimizer.loss_scaling import with_subclasses
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.records import BucketRecords
 from swapper.storage.agreement import agreed, exchanged, leave_note, notes_of, rank_count
+from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted_gradients import raw_gradient
 from swapper.tensors.sharded import is_sharded
 
 __all__ = ["Alike", "compare", "difference"]
+
+log = logging.getLogger(__name__)
 
 _LOSSLESS = {"exact", "packed", "unpacked"}
 _LOOKS = 3
@@ -57,7 +68,10 @@ _ADVICE = {
 }
 
 _counts: collections.Counter[str] = collections.Counter()
-"""Optimizers that were wrapped in this process, by the shapes of their parameters."""
+"""Optimizers that have left a note, by the ranks that share their model, and the shapes of their parameters."""
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Modules that `_data_parallel` has found."""
 
 
 class _Bits(NamedTuple):
@@ -72,7 +86,7 @@ class _Bits(NamedTuple):
     settings: dict[str, str]
 
 
-def _bits_of(optimizer: Optimizer, plan: OptimizerPlan, steps: int) -> _Bits:
+def _bits_of(optimizer: Optimizer, plan: OptimizerPlan, steps: int, modules: Iterable[Any]) -> _Bits:
     parameters = list(parameters_of(optimizer))
     kinds = [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
     config = plan.config
@@ -90,7 +104,7 @@ def _bits_of(optimizer: Optimizer, plan: OptimizerPlan, steps: int) -> _Bits:
     if plan.counts_steps:
         settings[_STEPS] = str(steps)
         settings[_ORDER] = _digest(kinds)
-        for each in _data_parallel():  # Any will do that has all: the order is the same. None where it comes later.
+        for each in modules:  # Any will do that has all: the order is the same. None where it comes later.
             places = {id(p): place for place, p in enumerate(each.parameters())}
             if all(id(p) in places for p in parameters):
                 numbers = sorted(range(len(parameters)), key=lambda number: places[id(parameters[number])])
@@ -113,27 +127,47 @@ def _digest(lines: Iterable[str]) -> str:
 
 def _data_parallel() -> list[Any]:
     """The modules of `DistributedDataParallel` in this process, and of `FullyShardedDataParallel` (FSDP1)."""
-    if gc.get_freeze_count():
-        gc.unfreeze()  # Those that are frozen are in no list.
     classes = {torch.nn.parallel.DistributedDataParallel}
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
         classes.add(fsdp.FullyShardedDataParallel)
     classes.update([below for each in list(classes) for below in with_subclasses(each)])
     # One whose constructor has not come that far has no group.
-    return [each for each in gc.get_referrers(*classes) if type(each) in classes and hasattr(each, "process_group")]
+    found = [each for each in gc.get_referrers(*classes) if type(each) in classes and hasattr(each, "process_group")]
+    _seen.update(found)
+    return found
 
 
-def _ranks_with(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _modules_of(parameters: Sequence[torch.Tensor], *, anew: bool = False) -> list[Any]:
+    """Those of `_data_parallel` that have any of `parameters`. It is called if none is known, or `anew`."""
+    ours = {id(p) for p in parameters if p.requires_grad and not is_sharded(p)}
+    if not ours:
+        return []
+
+    def those_of(modules: Iterable[Any]) -> list[Any]:
+        return [each for each in modules if any(id(p) in ours for p in each.parameters()) and _ranks_of(each)]
+
+    known = [] if anew else those_of(list(_seen))
+    if not known:
+        _data_parallel()
+        known = those_of(list(_seen))  # And those that were frozen meanwhile.
+    return known
+
+
+def _ranks_of(module: Any) -> set[int]:
+    ranks: set[int] = set()
+    for group in module.process_group, getattr(module, "_inter_node_pg", None):  # Replicas of FSDP1 are in another.
+        with suppress(KeyError, ValueError):  # It was destroyed, and its ranks train together no more.
+            ranks.update(() if group is None else torch.distributed.get_process_group_ranks(group))
+    return ranks
+
+
+def _ranks_with(parameters: Sequence[torch.Tensor], modules: Iterable[Any]) -> tuple[int, ...]:
     """The ranks, sorted, that have shards or replicas of `parameters`; () if this one trains by itself."""
     ranks: set[int] = set()
     for mesh in {p.device_mesh for p in parameters if is_sharded(p)}:  # type: ignore[attr-defined]
         ranks.update(mesh.mesh.flatten().tolist())
-    ours = {id(p) for p in parameters if p.requires_grad and not is_sharded(p)}
-    for each in _data_parallel() if ours else ():
-        if any(id(p) in ours for p in each.parameters()):
-            for group in each.process_group, getattr(each, "_inter_node_pg", None):  # Replicas of FSDP1 are in another.
-                with suppress(KeyError, ValueError):  # It was destroyed, and its ranks train together no more.
-                    ranks.update(() if group is None else torch.distributed.get_process_group_ranks(group))
+    for each in modules:
+        ranks |= _ranks_of(each)
     return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 
 
@@ -153,15 +187,16 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks, as {ranks[0]}"
 
 
-def _refuse_different(found: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise ConfigError if ranks have other settings than each other."""
+def _differing(found: Mapping[int, Mapping[str, str]]) -> str:
+    """Say how ranks have other settings than each other; "" if they do not."""
     for name in dict.fromkeys(name for settings in found.values() for name in settings):
         text = difference(name, {rank: settings[name] for rank, settings in found.items() if name in settings})
         if text:
-            raise ConfigError(
+            return (
                 f"{text}; these ranks have replicas or shards of one model, whose bits would come to differ: "
                 f"{_ADVICE.get(name, 'set it to the same on all ranks')}"
             )
+    return ""
 
 
 def compare(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> None:
@@ -173,23 +208,30 @@ def compare(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> 
     Raises:
         ConfigError: ranks that have parameters of one model have different settings.
     """
-    try:
-        _compare(optimizers, plans)
-    except ConfigError:  # On all ranks. The module that made replicas of theirs may be garbage that is left.
-        gc.collect()
-        _compare(optimizers, plans)
+    if not _compared(optimizers, plans):
+        return
+    # All ranks have found the same. The module that made replicas of theirs may be garbage that is left.
+    gc.collect()
+    if text := _compared(optimizers, plans):
+        raise ConfigError(text)
 
 
-def _compare(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> None:
+def _compared(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> str:
+    """What is different, in words, which are the same on all ranks; "" if nothing is."""
     with agreed():
-        pairs = zip(optimizers, plans, strict=True)
-        here = [(_ranks_with(list(parameters_of(each))), _bits_of(each, plan, 0)) for each, plan in pairs]
+        _data_parallel()
+        here = []
+        for each, plan in zip(optimizers, plans, strict=True):
+            modules = _modules_of(parameters := list(parameters_of(each)))
+            here.append((_ranks_with(parameters, modules), _bits_of(each, plan, 0, modules)))
     told = dict(exchanged((torch.distributed.get_rank(), here)))
-    # All ranks have the same before them, so all raise the same.
     for _, given in sorted(told.items()):
         for number, (ranks, bits) in enumerate(given):
             among = {each: told[each][number][1] for each in ranks if number < len(told.get(each, ()))}
-            _refuse_different({each: of.settings for each, of in among.items() if of.shapes == bits.shapes})
+            text = _differing({each: of.settings for each, of in among.items() if of.shapes == bits.shapes})
+            if text:
+                return text
+    return ""
 
 
 class Alike:
@@ -201,25 +243,61 @@ class Alike:
 
     def __init__(self, plan: OptimizerPlan, records: BucketRecords, metrics: Metrics) -> None:
         self._plan, self._records, self._metrics = plan, records, metrics
-        self._number: int | None = None
+        self._name: str | None = None  # of the optimizer, in keys of notes
         self._told: str | None = None  # the key of the last note, until it was compared
+        self._ranks: tuple[int, ...] = ()
         self._looks, self._due = 0, 0  # and the number of steps after which it is compared
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def tell(self, optimizer: Optimizer) -> None:
-        """Leave a note for other ranks of what decides bits from the next step on. Waits for nobody."""
+        """Have a note left for other ranks of what decides bits from the next step on. Waits for nobody."""
+        self.forget()
         if rank_count() == 1:
             return
-        bits = _bits_of(optimizer, self._plan, self._records.steps)
-        if self._number is None:
-            self._number = _counts[bits.shapes]
-            _counts[bits.shapes] += 1
-        key = f"bits/{bits.shapes}/{self._number}/{self._metrics.steps}"
-        self._told, self._looks = None, 0
-        self._due = self._metrics.steps + any(raw_gradient(p) is not None for p in parameters_of(optimizer))
+        parameters = list(parameters_of(optimizer))
+        modules = _modules_of(parameters)
+        replicas = torch.nn.parallel.DistributedDataParallel
+        if any(map(is_sharded, parameters)) or any(not isinstance(each, replicas) for each in modules):
+            self._leave_note(optimizer, self._metrics.steps + any(raw_gradient(p) is not None for p in parameters))
+            return
+        self_ref, optimizer_ref = weakref.ref(self), weakref.ref(optimizer)
+
+        def arrived(_: torch.Tensor) -> None:
+            alike, optimizer = self_ref(), optimizer_ref()
+            if alike is not None and optimizer is not None and alike._hooks:
+                alike._unhook()
+                alike._leave_note(optimizer, alike._metrics.steps)
+
+        hook = not_compiled(arrived)
+        self._hooks = [p.register_hook(hook) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+
+    def _leave_note(self, optimizer: Optimizer, due: int) -> None:
+        modules = _modules_of(parameters := list(parameters_of(optimizer)))
+        self._ranks = _ranks_with(parameters, modules)
+        if not self._ranks:
+            log.debug("an optimizer is not compared with other ranks: no DistributedDataParallel or mesh joins them")
+            return
+        bits = _bits_of(optimizer, self._plan, self._records.steps, modules)
+        if self._name is None:
+            name = f"{_digest(map(str, self._ranks))}/{bits.shapes}"
+            self._name = f"{name}/{_counts[name]}"
+            _counts[name] += 1
+        key = f"bits/{self._name}/{self._metrics.steps}"
+        self._looks, self._due = 0, due
         if leave_note(f"{key}/{torch.distributed.get_rank()}", json.dumps(bits.settings)):
             self._told = key
 
-    def check(self, optimizer: Optimizer) -> None:
+    def forget(self) -> None:
+        """Compare nothing, until something is told again."""
+        self._told = None
+        self._unhook()
+
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def check(self, optimizer: Optimizer, *_: object) -> None:
         """Compare with the notes of the other ranks, once after each `tell`. Waits for nobody.
 
         Raises:
@@ -228,17 +306,21 @@ class Alike:
         if self._told is None or self._metrics.steps < self._due:
             return
         self._looks += 1
-        try:
-            is_compared = self._compare(optimizer, self._told)
-        except ConfigError:  # As in `compare`.
+        is_compared, text = self._compared(self._told)
+        if text:  # As in `compare`.
             gc.collect()
-            is_compared = self._compare(optimizer, self._told)
+            parameters = list(parameters_of(optimizer))
+            self._ranks = _ranks_with(parameters, _modules_of(parameters, anew=True))
+            is_compared, text = self._compared(self._told)
+            if text:
+                raise ConfigError(text)
         if is_compared or self._looks >= _LOOKS:
+            if not is_compared:
+                log.debug("an optimizer was not compared with all of its ranks %s: notes are missing", self._ranks)
             self._told = None
 
-    def _compare(self, optimizer: Optimizer, key: str) -> bool:
-        """False if notes are missing."""
-        ranks = _ranks_with(list(parameters_of(optimizer)))
-        notes = notes_of([f"{key}/{rank}" for rank in ranks])
-        _refuse_different({rank: json.loads(note) for rank, note in zip(ranks, notes, strict=True) if note is not None})
-        return None not in notes
+    def _compared(self, key: str) -> tuple[bool, str]:
+        """False if notes are missing; and what is different."""
+        notes = notes_of([f"{key}/{rank}" for rank in self._ranks])
+        found = {rank: json.loads(note) for rank, note in zip(self._ranks, notes, strict=True) if note is not None}
+        return None not in notes, _differing(found)

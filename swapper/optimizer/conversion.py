@@ -74,8 +74,9 @@ class Conversion:
         self._state.forget_given()
         optimizer.state = self._state
 
-    def install_counter(self, optimizer: Optimizer, swapper: object, count: _Hook) -> None:
-        """Have `swapper` on the object, and steps counted; the object is not changed otherwise."""
+    def install_counter(self, optimizer: Optimizer, swapper: object, check: _Hook, count: _Hook) -> None:
+        """Have `swapper` on the object, and steps checked and counted; the object is not changed otherwise."""
+        self._hooks.append(optimizer.register_step_pre_hook(check))
         self._hooks.append(optimizer.register_step_post_hook(count))
         vars(optimizer)["swapper"] = swapper
 

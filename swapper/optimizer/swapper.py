@@ -126,7 +126,7 @@ class OptimizerSwapper:
         self._arrivals = Arrivals(plan, self._stepper, self._guard, self.backward_steps)
         self._follower = PlanFollower(self._records, self._stepper, pool, pool_bytes, self._guard, self._arrivals)
         if not plan.swaps_state:
-            self._conversion.install_counter(optimizer, self, self._count_step)
+            self._conversion.install_counter(optimizer, self, self._alike.check, self._count_step)
             self._alike.tell(optimizer)
             return
         kept, own_state = dict[Any, Any](), self._conversion.own_state
@@ -443,7 +443,6 @@ class OptimizerSwapper:
 
     def _count_step(self, *_: object) -> None:
         if not self._guard.closed:
-            self._alike.check(self._optimizer())
             self.metrics.steps += 1
 
     def _advise(self, before: Metrics) -> None:
@@ -559,6 +558,7 @@ class OptimizerSwapper:
     def _close(self) -> None:
         self._guard.closed = True
         self._loading = None
+        self._alike.forget()
         for known in self._plan.planned():
             known.unhook()
         if self.backward_steps is not None:

@@ -25,6 +25,7 @@ import swapper
 import swapper.hf
 from swapper.config import OffloadConfig
 from swapper.fabric import SwapDDPStrategy
+from swapper.optimizer import alike
 
 SIZES = {"pool_bytes": "4MiB", "bucket_bytes": "64KiB"}
 
@@ -301,6 +302,94 @@ def train_apart(rank: int, directory: str) -> None:
 @pytest.mark.long
 def test_ranks_with_models_of_their_own_may_differ(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(train_apart, str(nvme_path))
+
+
+def try_alone(net: nn.Module, model: nn.Module, directory: str) -> None:
+    """As a smoke test, or a dry run, that one rank makes before."""
+    given = {"offload_optimizer": {"device": "cpu", "encoding": "bf16"}}
+    tried = swapper.wrap_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), config_of(directory, given))
+    backward(net, 0)
+    tried.step()
+    swapper.of(tried).close()
+    swapper.unwrap_optimizer(swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config_of(directory, given)))
+
+
+def train_after_trials(rank: int, directory: str) -> None:
+    given = state_of("int8", "cpu")
+    with group():
+        for first in (True, False):
+            net = net_of()
+            model: nn.Module = DistributedDataParallel(net) if first else net
+            if rank == 0:
+                try_alone(net_of(), model, directory)
+            optimizer = swapper.wrap_optimizer(torch.optim.AdamW(net.parameters()), config_of(directory, given))
+            if not first:
+                model = DistributedDataParallel(net)
+            for turn in range(3):
+                backward(model, turn, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert_replicas_alike(net)
+            swapper.of(optimizer).close()
+
+
+@pytest.mark.long
+def test_what_one_rank_has_tried_before_is_not_compared(nvme_path: Path, leaves_nothing: None) -> None:
+    ranks.in_processes(train_after_trials, str(nvme_path))
+
+
+def refuse_unswapped(rank: int, directory: str) -> None:
+    with group():
+        net = net_of()
+        gradient = {"device": "nvme", "encoding": "exact" if rank else "bf16"}
+        config = config_of(directory, {"offload_optimizer": {"device": "none"}, "offload_gradient": gradient})
+        optimizer = swapper.wrap_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), config)
+        model = DistributedDataParallel(net)
+        gc.freeze()
+        backward(model, 0, rank)
+        optimizer.step()  # The frozen module is not found.
+        assert gc.get_freeze_count() > 0, "what the user has frozen stays frozen"
+        gc.unfreeze()
+        optimizer.zero_grad()
+        swapper.of(optimizer).close()
+        net = net_of()
+        optimizer = swapper.wrap_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), config)
+        model = DistributedDataParallel(net)
+        before = [p.detach().clone() for p in net.parameters()]
+        backward(model, 0, rank)
+        for _ in range(2):
+            with refused("offload_gradient.encoding: bf16 on rank 0, exact on rank 1"):
+                optimizer.step()
+        assert all(map(torch.equal, before, net.parameters())), "nothing was stepped"
+        swapper.of(optimizer).close()
+
+
+@pytest.mark.long
+def test_optimizers_whose_state_is_not_swapped_are_refused_before_the_step(
+    nvme_path: Path, leaves_nothing: None
+) -> None:
+    ranks.in_processes(refuse_unswapped, str(nvme_path))
+
+
+def fail_on_one_rank(rank: int, directory: str) -> None:
+    calls = []
+
+    def bits(*_: object) -> None:
+        calls.append(1)
+        if rank == 0:
+            raise swapper.ConfigError("no bits")
+
+    alike._bits_of = bits  # type: ignore[assignment]
+    with group():
+        optimizer = torch.optim.AdamW(DistributedDataParallel(net_of()).parameters())
+        with pytest.raises(swapper.ConfigError, match="no bits"):
+            swapper.wrap_optimizer(optimizer, config_of(directory, state_of()))
+        assert len(calls) == 1, "ranks go round again only by what all of them have found"
+
+
+@pytest.mark.long
+def test_what_fails_in_comparing_is_not_tried_again(nvme_path: Path, leaves_nothing: None) -> None:
+    ranks.in_processes(fail_on_one_rank, str(nvme_path))
 
 
 def refuse_shards(rank: int, directory: str) -> None:

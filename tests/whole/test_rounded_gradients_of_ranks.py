@@ -165,3 +165,89 @@ def look_on_one_rank(rank: int, directory: str) -> None:
 @pytest.mark.long
 def test_replicas_stay_alike_if_one_rank_looks_at_gradients(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(look_on_one_rank, str(nvme_path))
+
+
+def edit_between(rank: int, directory: str) -> None:
+    """Two optimizers: what was done to the gradients of one is as it was after the backward of the other."""
+    for views in (False, True):
+        nets = [nn.Sequential(nn.Linear(64, 130), nn.Tanh(), nn.Linear(130, 65)) for _ in range(2)]
+        models = [DistributedDataParallel(net, gradient_as_bucket_view=views) for net in nets]
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+        for optimizer in optimizers:
+            swapper.wrap_optimizer(optimizer, config_of(directory, pool_bytes="4MiB", gradient_accumulation_steps=1))
+        for clips in (False, True):
+            models[0](torch.randn(4, 64)).square().mean().backward()
+            if clips:
+                swapper.of(optimizers[0]).clip_grad_norm_(1e-3)
+                if rank == 0:
+                    assert all(p.grad is not None and p.grad.norm() > 0 for p in nets[0].parameters())
+            else:
+                for p in nets[0].parameters():
+                    assert p.grad is not None
+                    p.grad.mul_(0.3)
+            expected = (
+                [] if clips and rank else [torch.clone(p.grad) for p in nets[0].parameters() if p.grad is not None]
+            )
+            models[1](torch.randn(4, 64)).square().mean().backward()
+            found = [p.grad for p in nets[0].parameters() if p.grad is not None]
+            assert all(map(same, [torch.clone(each) for each in found[: len(expected)]], expected)), (views, clips)
+            for p in nets[0].parameters():
+                assert p.grad is not None
+                others = [torch.empty_like(p) for _ in range(2)]
+                torch.distributed.all_gather(others, torch.clone(p.grad))
+                assert same(others[0], others[1]), (views, clips)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for net in nets:
+                for p in net.parameters():
+                    others = [torch.empty_like(p) for _ in range(2)]
+                    torch.distributed.all_gather(others, p.detach())
+                    assert same(others[0], others[1]), (views, clips)
+        for optimizer in optimizers:
+            swapper.of(optimizer).close()
+
+
+@pytest.mark.long
+def test_gradients_edited_before_the_backward_of_another_optimizer(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(edit_between, str(nvme_path))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return torch.stack([self.layers[number](x) for number in used]).square().mean()
+
+
+def use_other_branches(rank: int, directory: str) -> None:
+    """What one rank has not used arrives all the same, reduced: it is rounded there too, where it stays in memory."""
+    for views in (False, True):
+        for bucket_cap_mb in (0.01, 25):
+            net = Branches()
+            model = DistributedDataParallel(
+                net, gradient_as_bucket_view=views, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb
+            )
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            swapper.wrap_optimizer(optimizer, config_of(directory, pool_bytes="4MiB", gradient_accumulation_steps=3))
+            for step in range(2):
+                for turn in range(3):
+                    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(10 * step + turn + 100 * rank))
+                    model(x, [0, 1] if (turn + rank) % 2 else [0]).backward()
+                    if step or rank == 0:
+                        assert all(p.grad is None or p.grad.norm() >= 0 for p in net.parameters())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=bool(step))
+                for p in net.parameters():
+                    others = [torch.empty_like(p) for _ in range(2)]
+                    torch.distributed.all_gather(others, p.detach())
+                    assert same(others[0], others[1]), (views, bucket_cap_mb, step)
+            swapper.of(optimizer).close()
+
+
+@pytest.mark.long
+def test_what_other_ranks_alone_have_used_is_rounded(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(use_other_branches, str(nvme_path))
