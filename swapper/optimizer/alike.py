@@ -138,7 +138,7 @@ def _data_parallel() -> list[Any]:
 
 
 def _modules_of(parameters: Sequence[torch.Tensor], *, anew: bool = False) -> list[Any]:
-    """Those of `_data_parallel` that have any of `parameters`. It is called if none is known, or `anew`."""
+    """The modules of `_data_parallel` that have any of `parameters`. It is called if none is known, or `anew`."""
     ours = {id(p) for p in parameters if p.requires_grad and not is_sharded(p)}
     if not ours:
         return []
@@ -217,7 +217,7 @@ def compare(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> 
 
 
 def _compared(optimizers: Sequence[Optimizer], plans: Sequence[OptimizerPlan]) -> str:
-    """What is different, in words, which are the same on all ranks; "" if nothing is."""
+    """Say, on all ranks in the same words, what is different; "" if nothing is."""
     with agreed():
         _data_parallel()
         here = []
@@ -256,8 +256,8 @@ class Alike:
             return
         parameters = list(parameters_of(optimizer))
         modules = _modules_of(parameters)
-        replicas = torch.nn.parallel.DistributedDataParallel
-        if any(map(is_sharded, parameters)) or any(not isinstance(each, replicas) for each in modules):
+        ddp = torch.nn.parallel.DistributedDataParallel
+        if any(map(is_sharded, parameters)) or any(not isinstance(each, ddp) for each in modules):
             self._leave_note(optimizer, self._metrics.steps + any(raw_gradient(p) is not None for p in parameters))
             return
         self_ref, optimizer_ref = weakref.ref(self), weakref.ref(optimizer)
