@@ -7,6 +7,7 @@ its buffers are nobody else's before that. Each of the two has a half of the scr
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,8 @@ class NativeQueue:
     """Begins what is queued when that is enough, and concludes it when the next has begun.
 
     Args:
-        enter: is called for the operands of each bucket just before they begin to change.
-        conclude: is called for each bucket that is stepped.
+        enter: a method, which is called for the operands of each bucket just before they begin to change.
+        conclude: a method, which is called for each bucket that is stepped.
 
     Attributes:
         open_bytes_max: see `OptimizerPlan.open_bytes_max`.
@@ -52,8 +53,8 @@ class NativeQueue:
         conclude: Callable[[QueuedBucket], None],
     ) -> None:
         self.open_bytes_max: int | None = 0
-        self._enter = enter
-        self._conclude = conclude
+        # Of whoever has the queue: held, neither would go before the garbage collector comes.
+        self._enter, self._conclude = weakref.WeakMethod(enter), weakref.WeakMethod(conclude)
         self._halves: tuple[Scratch, Scratch] | None = None
         self._queued: list[QueuedBucket] = []
         self._numel = 0  # of what is queued
@@ -105,7 +106,8 @@ class NativeQueue:
     def _begin(self) -> None:
         done = self._wait()
         for bucket in self._queued:
-            self._enter(bucket.operands)
+            if (enter := self._enter()) is not None:
+                enter(bucket.operands)
         native = [each for bucket in self._queued for each in bucket.native]
         self._run = NativeRun([(each.program, each.segment) for each in native], torch.get_num_threads())
         self._running, self._queued, self._numel = self._queued, [], 0
@@ -127,4 +129,5 @@ class NativeQueue:
 
     def _conclude_all(self, done: Sequence[QueuedBucket]) -> None:
         for bucket in done:
-            self._conclude(bucket)
+            if (conclude := self._conclude()) is not None:
+                conclude(bucket)

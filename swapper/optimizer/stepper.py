@@ -180,7 +180,7 @@ class Stepper:
         self._in_memory = not moves and self.parameters is None and self.gradients is None
         self._are_apart = self._in_memory and not share_memory(segment for _, active in work for segment in active)
         self._may_queue = self._are_apart and self._native.enabled
-        self._queue.open_bytes_max = self.plan.open_bytes_max
+        self._queue.open_bytes_max = self.plan.open_bytes_max if self._may_queue else 0  # It walks all buckets.
         self.hold_scratch()
         if self._slots is not None:
             if self._direct is not None:

@@ -249,9 +249,15 @@ def test_what_runs_keeps_its_temporaries(monkeypatch: pytest.MonkeyPatch) -> Non
     swapper.of(optimizer).close()
 
 
+class Nothing:
+    def do(self, _: object) -> None:
+        """Do it."""
+
+
 def test_what_was_taken_for_a_bucket_that_is_not_queued_is_given_back() -> None:
     with BufferPool(1 << 20) as pool, pool.acquire(4096) as lease:
-        queue, whole = native_queue.NativeQueue(lambda _: None, lambda _: None), Scratch(lease)
+        nothing = Nothing()
+        queue, whole = native_queue.NativeQueue(nothing.do, nothing.do), Scratch(lease)
         first = queue.scratch(whole).take_bytes(2048)
         with pytest.raises(ScratchFull):
             queue.scratch(whole).take_bytes(64)

@@ -83,7 +83,7 @@ NOT_MISSED: dict[str, str] = {  # "seen": a test of that file fails without it
     "gradient/copies.py wait_later join 1": "of gradients that the user changes after it; seen: test_device_copies",
     "gradient/copies.py wait_later wait_quietly": "bounds what is in flight, by 256 MiB; seen: test_device_copies",
     "gradient/evicted.py _norms_of join": "a backward joins at its end; seen: test_device_copies",
-    "optimizer/stepper.py _step_natively keep": "no wait: keeps what a class has made; seen: test_native_step",
+    "optimizer/stepper.py _keep_native keep": "no wait: keeps what a class has made; seen: test_native_step",
     "gradient/swapper.py _take wait": "of gradients that are changed between two passes; seen: test_device_copies",
     "gradient/swapper.py _take wait 1": "of an error in the middle of a gradient; seen: test_device_copies",
     "io/bounce.py _sleep synchronize": "saves the thread from spinning: what is not done yet is met again",
