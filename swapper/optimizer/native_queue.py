@@ -105,9 +105,10 @@ class NativeQueue:
 
     def _begin(self) -> None:
         done = self._wait()
+        enter = self._enter()
+        assert enter is not None, "whoever has the queue calls it"
         for bucket in self._queued:
-            if (enter := self._enter()) is not None:
-                enter(bucket.operands)
+            enter(bucket.operands)
         native = [each for bucket in self._queued for each in bucket.native]
         self._run = NativeRun([(each.program, each.segment) for each in native], torch.get_num_threads())
         self._running, self._queued, self._numel = self._queued, [], 0
@@ -128,6 +129,7 @@ class NativeQueue:
         return done
 
     def _conclude_all(self, done: Sequence[QueuedBucket]) -> None:
+        conclude = self._conclude()
+        assert conclude is not None, "whoever has the queue calls it"
         for bucket in done:
-            if (conclude := self._conclude()) is not None:
-                conclude(bucket)
+            conclude(bucket)

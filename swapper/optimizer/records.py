@@ -356,8 +356,7 @@ class BucketRecords:
     @property
     def drops(self) -> int:
         """Count of records that were prefetched and dropped."""
-        direct = None if self.direct is None else self.direct.cache
-        return self.cache.drops + (0 if direct is None else direct.drops)
+        return sum(cache.drops for cache in self.caches)
 
     def keep(self, buckets: Iterable[Bucket]) -> None:
         """From now on the records of `buckets` stay in the pool once they are there, and no others."""
