@@ -117,9 +117,8 @@ void run_on_crew(std::size_t threads, const std::function<void()>& work) {
 
 CrewWork::CrewWork(std::size_t threads, std::function<void()> work)
     : work_(std::move(work)),
-      others_(threads > 1 ? threads - 1 : 1),
       joins_(threads > 1),
-      is_begun_(Crew::of_process().begin(others_, work_)),
+      is_begun_(Crew::of_process().begin(threads > 1 ? threads - 1 : 1, work_)),
       owner_(getpid()) {}
 
 CrewWork::~CrewWork() {

@@ -18,9 +18,9 @@ namespace swapper {
 // child makes its own.
 void run_on_crew(std::size_t threads, const std::function<void()>& work);
 
-// The same in two parts: the others work while this thread does something else, and it works with them when
-// it waits. Of one thread that other works meanwhile, or this one in its place. One thread has one at a time,
-// and uses no more than that crew then.
+// The same in two parts: the other threads work while this one does something else, and it works with them
+// when it waits. With `threads` 1 one other works, or this one in its place if that has not begun. A thread
+// has one of these at a time.
 class CrewWork {
   public:
     CrewWork(std::size_t threads, std::function<void()> work);  // Returns at once.
@@ -33,7 +33,6 @@ class CrewWork {
 
   private:
     const std::function<void()> work_;
-    const std::size_t others_;
     const bool joins_;
     const bool is_begun_;
     const pid_t owner_;
