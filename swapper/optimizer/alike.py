@@ -9,7 +9,8 @@ bits is compared twice, each time where no rank can be left waiting for another:
   in the store of `torch.distributed`, and reads those of the others then (`Alike.check`). Between the two gradients
   were reduced, and a rank took part in that only after it had left its note: of replicas when the first gradient of a
   backward arrives, and of shards, whose gradients autograd does not see, at once. If shards have gradients already
-  then, it is the backward before the second step.
+  then, it is the backward before the second step. On an accelerator the step comes before they are reduced: where
+  notes are missing it waits for the device, once.
 
 Ranks belong together if `DistributedDataParallel` has a parameter, or a mesh, whoever else is in the process group:
 ranks that train models of their own may have what settings they like. A note is of such ranks, parameters of some
@@ -38,7 +39,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
-from swapper.io.devices import is_accelerator
+from swapper.io.devices import is_accelerator, synchronize
 from swapper.metrics import Metrics
 from swapper.optimizer.loss_scaling import with_subclasses
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
@@ -298,7 +299,7 @@ class Alike:
             hook.remove()
 
     def check(self, optimizer: Optimizer, *_: object) -> None:
-        """Compare with the notes of the other ranks, once after each `tell`. Waits for nobody.
+        """Compare with the notes of the other ranks, once after each `tell`. Waits for a device at most.
 
         Raises:
             ConfigError: a rank with a replica, or shards, of the model has other settings. So does each later call.
@@ -307,6 +308,10 @@ class Alike:
             return
         self._looks += 1
         is_compared, text = self._compared(self._told)
+        if not is_compared and self._looks == 1:
+            for device in {p.device for p in parameters_of(optimizer)}:
+                synchronize(device)  # [Note: ranks alike]
+            is_compared, text = self._compared(self._told)
         if text:  # As in `compare`.
             gc.collect()
             parameters = list(parameters_of(optimizer))
