@@ -27,6 +27,7 @@ from swapper.tensors.evicted_gradients import (
     evicted_gradient,
     fill_gradient,
     raw_gradient,
+    return_raw_gradient,
     set_raw_gradient,
     shown,
 )
@@ -300,8 +301,10 @@ class EvictedGradients:
                 self._join_left(gradient)
             if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 return raw_gradient(parameter)
-            if gradient.device.type != "cpu" and not self._closed and not to_clear:
-                return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
+            # Some of torch's functions choose other kernels by the exact class; and what is handed is like `parameter`.
+            comes = gradient.device.type != "cpu" or not gradient.is_like(local_of(parameter))
+            if comes and not self._closed and not to_clear:
+                return self.bring_back(parameter)
             handed = gradient.somebody_has_it()
             if handed is None:
                 home = None if self._closed else self
@@ -331,7 +334,7 @@ class EvictedGradients:
                 values = sharded_like(values, parameter)
             rounded = gradient.rounded  # It is the same one, which is rounded in memory where ranks have replicas.
             gradient.begin_to_change()
-            set_raw_gradient(parameter, values)
+            return_raw_gradient(parameter, values)
             self._forget(gradient)
             gradient.rounded = rounded
             return values

@@ -173,6 +173,10 @@ class Gradient:
         handed = None if self.handed is None else self.handed()
         return handed if isinstance(handed, EvictedGradient) else None
 
+    def is_like(self, parameter: torch.Tensor) -> bool:
+        """True unless `parameter`, here a local tensor, was given another dtype or shape since."""
+        return (parameter.dtype, parameter.shape) == (self.dtype, self.shape)
+
     def can_take(self, fresh: torch.Tensor) -> bool:
         """Return True if the records can hold `fresh`, so that it comes back as it was."""
         return (

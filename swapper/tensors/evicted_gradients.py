@@ -34,6 +34,7 @@ __all__ = [
     "has_evicted_gradient",
     "note_kept_gradient",
     "raw_gradient",
+    "return_raw_gradient",
     "set_gradient_home",
     "set_raw_gradient",
     "set_zero",
@@ -307,6 +308,22 @@ def can_have_gradient_home(parameter: torch.Tensor) -> bool:
 def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Change the gradient that autograd knows of."""
     _GRAD.__set__(parameter, gradient)
+
+
+def return_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Let autograd know of `gradient` again, which it had for `parameter` before.
+
+    The parameter may have another dtype or shape since then: `model.half()` converts it first, then its gradient.
+    """
+    if (gradient.dtype, gradient.shape) == (parameter.dtype, parameter.shape):
+        set_raw_gradient(parameter, gradient)
+        return
+    data = parameter.data
+    try:
+        parameter.data = gradient  # Torch compares the two when a gradient is set, and not when data is.
+        set_raw_gradient(parameter, gradient)
+    finally:
+        parameter.data = data
 
 
 def has_evicted_gradient(parameter: torch.nn.Parameter) -> bool:

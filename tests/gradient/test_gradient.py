@@ -475,6 +475,24 @@ def test_a_model_with_gradients_that_are_away_is_copied_and_saved(nvme_path: Pat
         twin.finish()
 
 
+@pytest.mark.parametrize("how", ["half", "double and back", "data of another shape"])
+def test_a_parameter_that_has_another_dtype_or_shape_meanwhile(nvme_path: Path, how: str) -> None:
+    """`module.half()` converts the parameter first, then asks for its gradient."""
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        for net in twin.nets:
+            if how == "data of another shape":
+                net.long.weight.data = net.long.weight.data[1:].clone()
+                assert net.long.weight.grad is not None
+            else:
+                net.half() if how == "half" else net.double().float()
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        with pytest.raises(RuntimeError, match="assign"):
+            twin.swapped.long.weight.grad = torch.ones(1, dtype=torch.float64)
+        if how == "double and back":
+            twin.finish()
+
+
 def saved_model(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
