@@ -61,6 +61,10 @@ _REDUCED_BEFORE = (
     "that is used several times in a forward, before its gradient is there. Call "
     "set_reduce_scatter_unused_params(False, recurse=False) on that module, or use step_in_backward: false"
 )
+_PASSED_THROUGH = (
+    "Before a backward that is not to step these parameters, as a generator's through its discriminator, call "
+    "requires_grad_(False) on them"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -295,8 +299,8 @@ class BackwardSteps:
             if self._window.stepped:
                 raise SwapError(
                     "the gradients were set to None before step() was called, but with step_in_backward the parameters "
-                    "were stepped in backward already: a step cannot be skipped. Load a checkpoint to undo it, or use "
-                    "step_in_backward: false"
+                    "were stepped in backward already: a step cannot be skipped. Load a checkpoint to undo it. "
+                    f"{_PASSED_THROUGH}, or use step_in_backward: false"
                 )
             for p in self._without_gradient() if parameters is None else parameters:
                 self._clear(p)
@@ -433,7 +437,7 @@ class BackwardSteps:
         if not self._window.stepped:
             return (
                 "gradients of a new window arrive, and those of the last one were not set to None; call "
-                "optimizer.zero_grad() after step()"
+                f"optimizer.zero_grad() after step(). {_PASSED_THROUGH}"
             )
         return (
             f"more than gradient_accumulation_steps: {passes} gradients arrived for a parameter since the last step(), "

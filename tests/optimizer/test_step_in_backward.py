@@ -282,6 +282,40 @@ def test_a_step_cannot_be_skipped(training: Training) -> None:
     training.step()
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_backward_that_passes_through_says_what_to_do(nvme_path: Path, zeroed: bool) -> None:
+    """A generator's through its discriminator, which a plain run does not step; and what the message says works."""
+    ends = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        optimizers = [torch.optim.Adam(each.parameters()) for each in (generator, critic)]
+        if swapped:
+            settings = {"device": "nvme", "step_in_backward": True}
+            config = OffloadConfig(nvme_path=nvme_path, pool_bytes="8MiB", offload_optimizer=settings)
+            for each in optimizers:
+                swapper.wrap_optimizer(each, config)
+        for _ in range(3):
+            for network, optimizer in zip((critic, generator), reversed(optimizers), strict=True):
+                critic.requires_grad_(network is critic)
+                x = torch.randn(4, WIDTH)
+                critic(generator(x) if network is generator else x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in (*generator.parameters(), *critic.parameters())])
+    assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
+    critic.requires_grad_(True)
+    critic(torch.randn(4, WIDTH)).sum().backward()
+    optimizers[1].step()
+    if zeroed:
+        optimizers[1].zero_grad()
+    with pytest.raises(SwapError, match=re.escape("call requires_grad_(False) on them")):
+        critic(generator(torch.randn(4, WIDTH))).sum().backward()
+        optimizers[1].zero_grad()
+    for each in optimizers:
+        swapper.of(each).close()
+
+
 @pytest.mark.parametrize("use", ["values", "clip", "set_to_zero"])
 def test_using_a_gradient_that_is_gone_raises(use: str, training: Training) -> None:
     training.backward()
