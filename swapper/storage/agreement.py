@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import secrets
 import threading
 import time
 import weakref
@@ -137,9 +138,27 @@ def _gloo_of_all() -> Any:
         return None
     c10d: Any = torch.distributed.distributed_c10d
     store = c10d.PrefixStore("swapper", c10d._get_default_store())
+    store = c10d.PrefixStore(_new_name(store, default.rank(), default.size()), store)
     timeout = getattr(getattr(backend, "options", None), "_timeout", c10d.default_pg_timeout)
     gloo = _gloos[default] = c10d.ProcessGroupGloo(store, default.rank(), default.size(), timeout)
     return gloo
+
+
+def _new_name(store: Any, rank: int, count: int) -> str:
+    """A name that all ranks know, and that no earlier group of theirs had. Waits for rank 0.
+
+    A store may live longer than process groups, as that of `torchrun` does: it has the addresses of earlier ones, and a
+    rank that found these would wait for nobody. So each rank takes the name out of the store.
+    """
+    if rank > 0:
+        name: str = store.get(f"name/{rank}").decode()
+        with suppress(RuntimeError, NotImplementedError):  # Some stores cannot.
+            store.delete_key(f"name/{rank}")
+        return name
+    name = secrets.token_hex(8)
+    for each in range(1, count):
+        store.set(f"name/{each}", name)
+    return name
 
 
 def _gloo_in(group: Any) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from sharded_nets import in_processes
@@ -83,3 +86,27 @@ def begin_again(rank: int) -> None:
 
 def test_another_default_group_has_another_of_all() -> None:
     in_processes(begin_again)
+
+
+def begin_again_in_one_store(rank: int, port: int) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
+    for turn in range(3):
+        ours = torch.distributed.PrefixStore("all", store)
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2, store=ours, timeout=timedelta(seconds=20))
+        for late in range(2):
+            time.sleep(0.3 * (rank == late))
+            assert exchanged(10 * turn + rank) == [10 * turn, 10 * turn + 1]
+        torch.distributed.destroy_process_group()
+        gc.collect()
+        store.set(f"over/{turn}/{rank}", "")
+        store.wait([f"over/{turn}/{each}" for each in range(2)])
+        # torch leaves addresses of its own, and may find them in the next turn.
+        ours.delete_key(f"0//cpu//0/{rank}")
+        store.set(f"tidy/{turn}/{rank}", "")
+        store.wait([f"tidy/{turn}/{each}" for each in range(2)])
+
+
+def test_a_default_group_in_the_store_of_an_earlier_one() -> None:
+    """As after `destroy_process_group` under `torchrun`, whose store goes on."""
+    with ranks.free_port() as port:
+        ranks.in_processes(begin_again_in_one_store, port)
