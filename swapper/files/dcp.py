@@ -89,6 +89,12 @@ class SwapStorageWriter(FileSystemWriter):
         super().__init__(path, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
         self._pool_bytes = pool_bytes
         self._handle = handle
+        self._replaced: tuple[int, int] | None = None  # the checkpoint that was there when a save began
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note which checkpoint is there, if any: see [Note: the previous checkpoint]."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._replaced = _version_of(_metadata_path(Path(self.path), None))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this rank."""
@@ -103,7 +109,11 @@ class SwapStorageWriter(FileSystemWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`, which completes the checkpoint. Remove the files of the previous one."""
+        """Write `.metadata`, which completes the checkpoint. Remove the files of the previous one.
+
+        Raises:
+            SwapIOError: another save into the directory has been completed since this one began (ESTALE).
+        """
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
@@ -111,6 +121,12 @@ class SwapStorageWriter(FileSystemWriter):
         rank = None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
         directory = Path(self.path)
         path, data = _metadata_path(directory, rank), _with_checksum(pickle.dumps(metadata))
+        if rank is None and _version_of(path) != self._replaced:
+            detail = (
+                "another save into this directory was completed meanwhile, and has removed files of this one: wait for "
+                "a save before the next into the same directory"
+            )
+            raise SwapIOError(errno.ESTALE, "write", path, detail=detail)
         with OutputFile(path, length_bytes=len(data), handle=self._handle) as output:
             output.append(data)
             output.commit()
@@ -234,6 +250,15 @@ class SwapStorageReader(FileSystemReader):
 
 def _metadata_path(directory: Path, rank: int | None) -> Path:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Something that is another after the file was replaced; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _with_checksum(data: bytes) -> bytes:

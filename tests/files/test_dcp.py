@@ -20,8 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sampling import ALL, SEED
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.futures import Future
 
 from swapper.errors import SwapIOError
 from swapper.files.dcp import SwapStorageReader, SwapStorageWriter
@@ -218,6 +221,27 @@ def test_a_save_whose_metadata_fails_leaves_the_checkpoint_before(tmp_path: Path
     dcp.save(state(3), storage_writer=SwapStorageWriter(tmp_path))
     assert same(loaded(tmp_path, seed=3), state(3))
     assert len(names(tmp_path)) == 2, "what the failed one had written is gone, too"
+
+
+class Overtaken(SwapStorageWriter):
+    """Another save into the directory is completed before this one is."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner)
+        dcp.save(state(2), storage_writer=SwapStorageWriter(self.path))
+        return results
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_of_two_saves_at_once_the_one_that_is_complete_first_is_loaded(tmp_path: Path, is_first: bool) -> None:
+    if not is_first:
+        dcp.save(state(), storage_writer=SwapStorageWriter(tmp_path))
+    with pytest.raises((SwapIOError, CheckpointException), match=r"another save into this directory"):
+        dcp.save(state(1), storage_writer=Overtaken(tmp_path))
+    assert same(loaded(tmp_path, seed=2), state(2))
+    dcp.save(state(3), storage_writer=SwapStorageWriter(tmp_path))
+    assert same(loaded(tmp_path, seed=3), state(3))
+    assert len(names(tmp_path)) == 2
 
 
 def test_a_drive_that_fails_while_reading(tmp_path: Path) -> None:
