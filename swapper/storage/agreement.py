@@ -54,6 +54,11 @@ _waits: dict[int, float] = {}
 """The threads that wait for other ranks and have not said so yet, and since when."""
 _watcher: threading.Thread | None = None
 
+ANSWER_S = 10.0
+"""The store of `torch.distributed` that has said nothing for so long has no notes."""
+_asking: threading.Thread | None = None
+"""The thread that has asked it last."""
+
 
 @dataclass(frozen=True)
 class _Verdict:
@@ -245,9 +250,10 @@ def leave_note(key: str, note: str) -> bool:
     """Leave a note for other ranks, for as long as the store of `torch.distributed` lives. Waits for no rank.
 
     Returns:
-        False if there is no store that it can be left in, which is logged.
+        False if there is no store that it can be left in, or none that answers, which is logged.
     """
     try:
+        _check_answers()
         _store().set(key, note)
     except (RuntimeError, ValueError) as error:
         log.warning("ranks cannot be compared, as the store of torch.distributed takes no notes: %s", str(error))
@@ -256,14 +262,41 @@ def leave_note(key: str, note: str) -> bool:
 
 
 def notes_of(keys: Sequence[str]) -> list[str | None]:
-    """The notes that ranks have left, in the order of `keys`; None for those that are not there. Waits for no rank."""
+    """The notes that ranks have left, in the order of `keys`; None for those that are not there. Waits for no rank.
+
+    The process that has the store may be stopped, and torch asks it without an end: so a thread asks, and what has not
+    come after `ANSWER_S` is not there, which is logged.
+    """
+    global _asking
+    answers: list[list[str | None] | Exception] = []
+
+    def ask() -> None:
+        try:
+            are_all_there = store.check(list(keys))
+            answers.append([store.get(key).decode() if are_all_there or store.check([key]) else None for key in keys])
+        except (RuntimeError, ValueError) as error:
+            answers.append(error)
+
     try:
+        _check_answers()
         store = _store()
-        are_all_there = store.check(list(keys))
-        return [store.get(key).decode() if are_all_there or store.check([key]) else None for key in keys]
+        _asking = threading.Thread(target=ask, name="swapper-notes", daemon=True)
+        _asking.start()
+        _asking.join(ANSWER_S)
+        _check_answers()
+        answer = answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
     except (RuntimeError, ValueError) as error:
         log.warning("ranks cannot be compared, as the store of torch.distributed does not answer: %s", str(error))
         return [None] * len(keys)
+
+
+def _check_answers() -> None:
+    """Raise `RuntimeError` if a thread still waits for what it has asked the store: the next one would, too."""
+    if _asking is not None and _asking.is_alive():
+        raise RuntimeError(f"it was asked, and has said nothing for {ANSWER_S:.0f} s")
 
 
 def _store() -> Any:

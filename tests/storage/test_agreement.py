@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 import swapper
 from swapper.errors import SwapError
-from swapper.storage.agreement import _gloos, agreed, exchanged
+from swapper.storage import agreement
+from swapper.storage.agreement import _gloos, agreed, exchanged, leave_note, notes_of
 
 
 def be_apart(rank: int) -> None:
@@ -110,3 +112,36 @@ def test_a_default_group_in_the_store_of_an_earlier_one() -> None:
     """As after `destroy_process_group` under `torchrun`, whose store goes on."""
     with ranks.free_port() as port:
         ranks.in_processes(begin_again_in_one_store, port)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of rank 0 while its process is stopped."""
+    answers, store = threading.Event(), torch.distributed.HashStore()
+
+    class Stopped:
+        def check(self, keys: list[str]) -> bool:
+            assert answers.wait(60)
+            return bool(store.check(keys))
+
+        def get(self, key: str) -> bytes:
+            return store.get(key)
+
+        def set(self, key: str, value: str) -> None:
+            store.set(key, value)
+
+    monkeypatch.setattr(agreement, "_store", Stopped)
+    monkeypatch.setattr(agreement, "ANSWER_S", 0.2)
+    assert leave_note("one", "1")
+    begin = time.monotonic()
+    for _ in range(2):  # The second is not asked.
+        assert notes_of(["one", "other"]) == [None, None]
+    assert not leave_note("other", "2")
+    assert time.monotonic() - begin < 10
+    assert "does not answer: it was asked, and has said nothing" in caplog.text
+    answers.set()
+    assert agreement._asking is not None
+    agreement._asking.join()
+    assert leave_note("other", "2")
+    assert notes_of(["one", "other", "third"]) == ["1", "2", None]
