@@ -207,7 +207,7 @@ def exchanged(value: _T) -> list[_T]:
     """Return the `value` of each rank, in the order of ranks. Collective, over the processes of the group. Pickled.
 
     Raises:
-        SwapError: some ranks are within another call.
+        SwapError: some ranks are within another call, have ended, or did not come until the group's timeout.
     """
     group, members = _members()
     if len(members) == 1:
@@ -315,10 +315,22 @@ def _telling_of_long_waits() -> Iterator[None]:
         _watcher = threading.Thread(target=_watch, name="swapper-waits", daemon=True)
         with suppress(RuntimeError):  # There are no more threads. Who raised now would leave the others waiting.
             _watcher.start()
+    began = time.monotonic()
     try:
         yield
+    except RuntimeError as error:  # Of torch's, which say an address or a key.
+        members = _members()[1]
+        raise SwapError(
+            f"rank {_rank()} has waited {time.monotonic() - began:.0f} s for the other ranks of "
+            f"{_named(members)} to make the same call of swapper, and one of them has ended, does not "
+            f"answer, or makes other calls, as with other settings: {error}"
+        ) from error
     finally:
         _waits.pop(thread, None)
+
+
+def _named(members: Sequence[int]) -> str:
+    return str([*members]) if len(members) <= 16 else f"all {len(members)}"
 
 
 def _watch() -> None:
@@ -333,7 +345,7 @@ def _watch() -> None:
                     "them never do, make it within swapper.process_group(group) of those that do",
                     _rank(),
                     waited_s,
-                    [*members] if len(members) <= 16 else f"all {len(members)}",
+                    _named(members),
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from datetime import timedelta
@@ -145,3 +146,24 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
     agreement._asking.join()
     assert leave_note("other", "2")
     assert notes_of(["one", "other", "third"]) == ["1", "2", None]
+
+
+def wait_in_vain(rank: int, has_met: bool) -> None:
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3 + 20 * (rank == 1 or has_met)))
+    if has_met:
+        exchanged(None)
+    if rank == 0:
+        text = (
+            r"rank 0 has waited \d+ s for the other ranks of \[0, 1\].*has ended, does not answer, or makes other calls"
+        )
+        with pytest.raises(SwapError, match=text):
+            exchanged(None)
+    elif has_met:
+        os._exit(0)  # Without a word.
+    else:
+        time.sleep(6)
+
+
+@pytest.mark.parametrize("has_met", [False, True], ids=["it-does-not-come", "it-ends"])
+def test_who_waits_in_vain_says_for_whom(has_met: bool) -> None:
+    ranks.in_processes(wait_in_vain, has_met)
