@@ -194,10 +194,13 @@ def _find(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> str:
 
 
 def _check_index(directory: Path, kwargs: dict[str, Any]) -> None:
-    """Refuse an index that is broken, or names files elsewhere, or tensors that are not where it says."""
-    variant = kwargs.get("variant")
-    index = directory / f"model.safetensors.index.{variant + '.' if variant else ''}json"
-    if index.exists():
+    """Refuse an index that is broken, or names files elsewhere, or tensors that are not where it says.
+
+    None is used beside a whole file: `save_pretrained` leaves the index of former shards, which it removes.
+    """
+    variant = f"{kwargs['variant']}." if kwargs.get("variant") else ""
+    index = directory / f"model.safetensors.index.{variant}json"
+    if index.exists() and not (directory / f"model.{variant}safetensors").exists():
         find_by_index(index)
 
 

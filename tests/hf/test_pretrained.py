@@ -307,6 +307,21 @@ def test_a_head_that_is_made_beside_weights_that_are_all_small(tmp_path: Path, m
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 
+def test_an_index_of_former_shards_beside_a_whole_file_is_not_looked_at(nvme_path: Path, tmp_path: Path) -> None:
+    made = save_tiny(tmp_path / "model", "llama", torch.float32)
+    other = made.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    for variant in (None, "ema"):
+        other.save_pretrained(tmp_path / "model", variant=variant, max_shard_size=50_000)
+        other.save_pretrained(tmp_path / "model", variant=variant)  # Removes the shards, and leaves their index.
+        dotted = f"{variant}." if variant else ""
+        assert (tmp_path / "model" / f"model.safetensors.index.{dotted}json").exists()
+        assert not list((tmp_path / "model").glob("*-of-*"))
+        model = pretrained(nvme_path, tmp_path / "model", variant=variant)
+        assert bits(dict(model.state_dict())) == bits(dict(other.state_dict()))
+
+
 def _cut(path: Path) -> None:
     os.truncate(shard(path), shard(path).stat().st_size - 8)
 
