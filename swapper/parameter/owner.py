@@ -47,6 +47,7 @@ from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_gra
 from swapper.tensors.homes import TemporaryHome, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import is_shared
+from swapper.tensors.own_saving import let_evicted_be_saved
 from swapper.tensors.sharded import is_sharded, local_of
 from swapper.tensors.strides import same_order
 
@@ -234,6 +235,7 @@ class ParameterOwner(ParameterCache):
 
     def _install(self, model: torch.nn.Module) -> None:
         """Hook the modules of `model`, and the gradients whose strides depend on those of the parameter."""
+        let_evicted_be_saved((*model.parameters(), *model.buffers()))
         owning = [module for _, module in modules_with_tensors(model)]
         # One that has nothing but buffers that stay can be copied: it gets no hooks.
         wanted = {m: None for m in owning if not all(map(is_sharded, m.parameters(recurse=False))) or self._uses_of(m)}

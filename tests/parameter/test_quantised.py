@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import WIDTH
-from quantised import KINDS, Adapted, CodedTensor, make_quantised
+from quantised import KINDS, Adapted, CodedTensor, QuantisedLinear, make_quantised
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from twins import Run, bits, config_for, models_on, offloaded, run_twice, small_records, swapper_of
@@ -366,3 +366,58 @@ def test_what_is_sparse_inside_of_a_subclass_stays_in_memory(
         swapper_of(model).close()
     if how != "check":
         swapper.of(optimizer).close()
+
+
+class SavedTensor(CodedTensor):
+    """Puts itself into state dicts, as tensors of optimum-quanto do."""
+
+    def save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for key in self.__tensor_flatten__()[0]:
+            inner = getattr(self, key)
+            if type(inner) is torch.Tensor:
+                destination[prefix + key] = inner if keep_vars else inner.detach()
+            else:
+                SavedTensor.save_to_state_dict(inner, destination, f"{prefix}{key}.", keep_vars)
+
+
+class SavingLinear(QuantisedLinear):
+    """Has its weight put into state dicts by the weight itself."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        assert isinstance(self.weight, SavedTensor)
+        self.weight.save_to_state_dict(destination, prefix + "weight.", keep_vars)
+        destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+def saving(nested: bool) -> nn.Module:
+    def make(layer: nn.Module, values: torch.Tensor) -> None:
+        coded = CodedTensor.of(values, CodedTensor.of) if nested else CodedTensor.of(values)
+        layer.weight = nn.Parameter(SavedTensor(coded.codes, coded.scale), requires_grad=False)
+
+    torch.manual_seed(0)
+    return nn.Sequential(*(Adapted(SavingLinear(make, WIDE), WIDE) for _ in range(4)))
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_weights_that_put_themselves_into_a_state_dict(nested: bool, nvme_path: Path) -> None:
+    plain = saving(nested)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = saving(nested)
+        return model, trainable(model)
+
+    model, _ = offloaded(nvme_path, make)
+    assert any(map(is_evicted, weights_of(model)))
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    model(torch.ones(2, WIDE))
+    assert bits(dict(state)) == bits(dict(expected))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert bits(dict(torch.load(file))) == bits(dict(expected))
+    kept = model.state_dict(keep_vars=True)
+    assert {id(each) for each in weights_of(model)} <= set(map(id, kept.values()))
+    assert bits(dict(copy.deepcopy(model).state_dict())) == bits(dict(expected))
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(expected))
