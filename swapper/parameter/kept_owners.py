@@ -21,6 +21,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,12 +54,15 @@ def drop_unused_owners() -> None:
                 _kept.remove(owner)
 
 
-def forget_failed_backward(*_: object) -> None:
+def forget_failed_backward(*_: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
     """Have torch let go of the graph of a backward that has failed in this thread, and with it of the owner.
 
     What was about to run stays in the queue of the thread, with what autograd has saved, until its next backward. Does
-    nothing where a backward goes on, or a transform of `torch.func`.
+    nothing where a backward goes on, or a transform of `torch.func`; nor while the interpreter ends: torch, and all
+    that this module has a name for, may be gone before a model is that another module has.
     """
+    if is_ending():
+        return
     if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     # Called when a model dies, so at any time: no mode of others is to see it.

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_program
 from models import WIDTH, Mlp
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -262,3 +264,15 @@ def test_a_forked_child_that_keeps_them_leaves_the_files(nvme_path: Path) -> Non
     del model
     assert bits(kept.detach()) == expected
     assert bits(copy.deepcopy(kept).detach()) == expected
+
+
+def test_a_model_that_dies_when_torch_is_gone_says_nothing(nvme_path: Path) -> None:
+    program = f"""
+import logging, torch, swapper
+model = torch.nn.Linear(64, 64, bias=False)
+swapper.offload(model, config={{"nvme_path": {str(nvme_path)!r}, "offload_param": {{"device": "nvme"}}}})
+logging.kept = model
+"""
+    run = run_program([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "Exception ignored" not in run.stderr
+    assert list(nvme_path.iterdir()) == []
