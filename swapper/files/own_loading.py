@@ -33,6 +33,7 @@ def refuse_own_loading(model: torch.nn.Module) -> None:
     Raises:
         SwapError: names module and tensor.
     """
+    _refuse_converted(model)
     tensors = model.state_dict(keep_vars=True)
     state = {name: _on_meta(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     with torch.no_grad():
@@ -148,3 +149,20 @@ class _Changes(TorchDispatchMode):
         elif func._schema.is_mutable:
             self.found |= any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+_CONVERTED = ("gptq", "auto-round")
+"""Methods of quantisation, as transformers names them, whose tensors are changed in place after they are loaded."""
+
+
+def _refuse_converted(model: torch.nn.Module) -> None:
+    """Refuse a model of transformers whose buffers are not those of its files, though they have the same layout."""
+    for module in model.modules():
+        said = getattr(getattr(module, "config", None), "quantization_config", None) or {}
+        method = (said if isinstance(said, dict) else vars(said)).get("quant_method")
+        if method in _CONVERTED:
+            raise SwapError(
+                f"weights: tensors of a model that is quantised by {getattr(method, 'value', method)} are changed "
+                "after they are loaded (zero points, for example), so the files have other values; call "
+                "swapper.offload without weights"
+            )

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from models import CASES, Case, Mlp
 from quantised import CodedTensor, make_quantised
 from ranks import in_processes
 from repository import BENCHMARK
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling import places
 from small_drives import as_nobody, mounted
 from torch import nn
@@ -1079,3 +1080,15 @@ def test_parameters_that_were_made_in_inference_mode_are_refused(nvme_path: Path
     with pytest.raises(swapper.ConfigError, match=r"weights: blocks\.\S+ was made in inference mode"):
         swapper.offload(model, config=config_for(nvme_path), weights=path)
     assert not hasattr(model, "swapper")
+
+
+@pytest.mark.parametrize("how", ["dict", "object"])
+def test_a_model_whose_tensors_are_changed_after_they_are_loaded_is_refused(how: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    said: Any = {"quant_method": "gptq"}
+    model[0].config = SimpleNamespace(  # type: ignore[assignment]
+        quantization_config=said if how == "dict" else SimpleNamespace(**said)
+    )
+    with pytest.raises(swapper.SwapError, match=r"weights: tensors of a model that is quantised by gptq are changed"):
+        swapper.offload(model, config={"pool_bytes": "1MiB"}, weights=tmp_path)
