@@ -107,6 +107,11 @@ def begin_again_in_one_store(rank: int, port: int) -> None:
         ours.delete_key(f"0//cpu//0/{rank}")
         store.set(f"tidy/{turn}/{rank}", "")
         store.wait([f"tidy/{turn}/{each}" for each in range(2)])
+    # The store is rank 0's, and ends with it.
+    if rank == 0:
+        store.wait(["last"])
+    else:
+        store.set("last", "")
 
 
 def test_a_default_group_in_the_store_of_an_earlier_one() -> None:
