@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from swapper.errors import SwapError
+from swapper.gradient.alignment import empty_misaligned
 from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
 from swapper.gradient.copies import GradientCopies
 from swapper.gradient.records import Gradient, GradientState, PartRecord
@@ -402,7 +403,8 @@ class EvictedGradients:
 
     def _whole(self, gradient: Gradient) -> torch.Tensor:
         """Copy an evicted gradient into memory."""
-        whole = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype, device=gradient.device)
+        where = gradient.dtype, gradient.device, gradient.misaligned_bytes
+        whole = empty_misaligned(gradient.shape, gradient.stride, *where)
         flat = whole.as_strided((whole.numel(),), (1,))
         for i, part in enumerate(gradient.parts):
             if gradient.state is GradientState.EVICTED:

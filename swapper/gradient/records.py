@@ -84,6 +84,7 @@ class Gradient:
         layout: strides of the parameter; a gradient that lies otherwise is not taken.
         parts: in order, without holes.
         stride: as it arrived.
+        misaligned_bytes: of the address at which it arrived: see [Note: alignment] in `alignment`.
         rounds: it is rounded to bf16 on its way to the drive. See [Note: rounded gradients] in `rounding`.
         rounded: how often that was since it was begun, and in which step, by its number: another begins at 0 again.
         arrived: micro-batches in it.
@@ -110,6 +111,7 @@ class Gradient:
     parts: list[PartRecord] = field(default_factory=list)
     state: GradientState = GradientState.IN_MEMORY
     stride: tuple[int, ...] = ()
+    misaligned_bytes: int = 0
     arrived: int = 0
     stays: bool = False
     begun: tuple[int, int] | None = None

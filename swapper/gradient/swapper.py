@@ -17,10 +17,10 @@ accumulated it: `DistributedDataParallel` reduces it later. So evicted gradients
 arrives, and all are taken after the last callback of a backward, when they are reduced.
 
 [Note: gradients of shards] FSDP2 reduces the gradients of a group together, in memory that they share, and hooks are
-called when that is done. So each is taken then; what stays is given memory of its own. FSDP2 is told that there is no
-gradient while one is evicted, and does not add to it: the record is added to when the hook is called. What FSDP2 has
-added to in place stays. An error waits for the end of the backward: see `raised_by_all`. A DTensor of which autograd
-itself has the gradient is none of FSDP2's: others may reduce that later, and it stays.
+called when that is done. So each is taken then; what stays is given memory of its own ([Note: alignment]). FSDP2 is
+told that there is no gradient while one is evicted, and does not add to it: the record is added to when the hook is
+called. What FSDP2 has added to in place stays. An error waits for the end of the backward: see `raised_by_all`. A
+DTensor of which autograd itself has the gradient is none of FSDP2's: others may reduce that later, and it stays.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import SwapError
+from swapper.gradient.alignment import keep_alone, misaligned_bytes_of
 from swapper.gradient.clipping import TakenNorm
 from swapper.gradient.evicted import EvictedGradients
 from swapper.gradient.records import (
@@ -69,7 +70,7 @@ from swapper.tensors.evicted_gradients import (
     set_raw_gradient,
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
-from swapper.tensors.reduced import adds_in_place, has_memory_alone, is_of_fsdp
+from swapper.tensors.reduced import adds_in_place, is_of_fsdp
 from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of, sharded_like
 
 __all__ = ["GradientSwapper", "Window"]
@@ -312,7 +313,7 @@ class GradientSwapper(EvictedGradients):
                     self._count_and_arrive(gradient, p)
             finally:
                 if not adds_in_place(caller):  # Else it has the memory that it had before, perhaps one of the user's.
-                    _keep_alone(raw_gradient(p))
+                    keep_alone(raw_gradient(p))
 
     def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """See `GradientHome`."""
@@ -376,6 +377,8 @@ class GradientSwapper(EvictedGradients):
             norm_type = None
         if gradient.rounds and not on_host:  # Rounded values are on the host, when the copies are over.
             norm_type = None
+        if before is not GradientState.IN_MEMORY and gradient.misaligned_bytes != misaligned_bytes_of(fresh):
+            norm_type = None  # The sum, which is taken in the memory of `fresh`, would be elsewhere.
         copies = self._copies.of(gradient.device)
         with modes_kept():
             set_grad_mode(False)
@@ -414,7 +417,7 @@ class GradientSwapper(EvictedGradients):
                         rounding.decode_to(view, flat_to_norm[part.start : part.stop])
                     self._cache.put(part.key, length_bytes)
                 if before is GradientState.IN_MEMORY:
-                    gradient.stride = fresh.stride()
+                    gradient.stride, gradient.misaligned_bytes = fresh.stride(), misaligned_bytes_of(fresh)
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
@@ -591,9 +594,3 @@ class GradientSwapper(EvictedGradients):
 def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Another one after autograd, or who reduces gradients, has written to it."""
     return None if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
-
-
-def _keep_alone(gradient: torch.Tensor | None) -> None:
-    """Give a DTensor that stays in memory memory of its own, and not a part of what FSDP2 has reduced together."""
-    if gradient is not None and is_sharded(gradient) and not has_memory_alone(local := local_of(gradient)):
-        gradient._local_tensor = local.clone()  # type: ignore[attr-defined]

@@ -13,14 +13,11 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from swapper.errors import ConfigError
 
 __all__ = [
     "adds_in_place",
     "check_reduction",
-    "has_memory_alone",
     "is_of_fsdp",
     "is_reduction",
     "reduces_what_is_unused",
@@ -60,11 +57,6 @@ def is_reduction(code: CodeType) -> bool:
 def adds_in_place(caller: FrameType) -> bool:
     """True if the gradient that `foreach_reduce`, which calls a hook, has just made was added to one in memory."""
     return bool(caller.f_locals.get(_ADDS))
-
-
-def has_memory_alone(gradient: torch.Tensor) -> bool:
-    """True if no more memory than that of `gradient` stays as long as it does. The local tensor of a gradient."""
-    return gradient.untyped_storage().nbytes() <= gradient.nbytes
 
 
 @functools.cache

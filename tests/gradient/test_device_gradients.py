@@ -1,4 +1,4 @@
-"""Gradients of a model on an accelerator that are cleared: nothing of them is read for it."""
+"""Gradients of a model on an accelerator: nothing is read of what is cleared; what comes back lies as it lay."""
 
 from __future__ import annotations
 
@@ -58,3 +58,54 @@ def test_zero_grad_reads_nothing(
             assert type(gradient) is torch.Tensor and gradient.device.type == device
             assert not isinstance(gradient, EvictedGradient) and not gradient.any()
     swapper.of(optimizer).close()
+
+
+class Joined(nn.Module):
+    """The gradient of `weight` is a slice of that of both, which begins five elements after an aligned address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.weight = nn.Parameter(torch.ones(1 << 14))
+
+    def forward(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
+        return (self.weight * x[5:]).sum() if alone else (torch.cat([self.bias, self.weight]) * x).sum()
+
+
+@pytest.mark.parametrize("kept", ["nvme", "cpu"])
+def test_what_comes_back_is_as_far_from_an_aligned_address_as_it_was(kept: str, nvme_path: Path, device: str) -> None:
+    """CUDA's kernels add up the elements of a tensor in an order that depends on it: norms have other bits."""
+    models = [Joined().to(device) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="8MiB",
+        bucket_bytes="64KiB",
+        gradient_accumulation_steps=2,
+        offload_optimizer={"device": kept},
+        offload_gradient={"device": kept},
+    )
+    swapper.wrap_optimizer(optimizers[1], config)
+    handle = swapper.of(optimizers[1])
+    plain, model = models
+    x = torch.randn((1 << 14) + 5, generator=torch.Generator().manual_seed(0)).to(device)
+    for alone in (False, True):  # The second pass, of which the norm is taken, may bring it to another address.
+        for each in models:
+            each(x).backward()
+            each(x, alone).backward()
+        assert raw_gradient(model.weight) is None
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert torch.equal(norm, handle.clip_grad_norm_(1.0))
+        gradient = model.weight.grad
+        assert gradient is not None and plain.weight.grad is not None and not gradient._is_view()
+        assert gradient.data_ptr() % 64 == plain.weight.grad.data_ptr() % 64 == 20
+        for each in models:
+            each(x).backward()
+        assert torch.equal(gradient, plain.weight.grad) and model.weight.grad is gradient
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(plain.weight, model.weight)
+    handle.close()
