@@ -247,12 +247,22 @@ def free_bytes(device: torch.device) -> int | None:
     """Return how much memory of an accelerator torch could give out now; None if that is not known."""
     module = torch.get_device_module(device)
     try:
-        free: int = module.mem_get_info(device)[0]
+        free: int
+        free, total = module.mem_get_info(device)
         if hasattr(module, "memory_reserved"):  # torch has taken it, and nobody has it.
-            free += module.memory_reserved(device) - module.memory_allocated(device)
+            reserved = module.memory_reserved(device)
+            free = min(free, _allowed_bytes(device, total) - reserved) + reserved - module.memory_allocated(device)
     except (AttributeError, RuntimeError):
         return None
-    return free
+    return max(free, 0)
+
+
+def _allowed_bytes(device: torch.device, total_bytes: int) -> int:
+    """The most that torch may take of a device: see `set_per_process_memory_fraction` of its module."""
+    try:
+        return int(torch.get_device_module(device).get_per_process_memory_fraction(device) * total_bytes)
+    except (AttributeError, RuntimeError):  # It knows none, or its allocator does not tell.
+        return total_bytes
 
 
 _ADVICE = "\nswapper: "

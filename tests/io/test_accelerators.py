@@ -14,7 +14,7 @@ from training import same_bits
 
 import swapper
 from swapper.io import devices
-from swapper.io.devices import DeviceCopies, copies_of, is_accelerator
+from swapper.io.devices import DeviceCopies, copies_of, free_bytes, is_accelerator
 from swapper.io.handle import AsyncIOHandle
 from swapper.tensors.evicted_gradients import raw_gradient
 
@@ -58,6 +58,29 @@ def test_a_type_that_memory_cannot_be_locked_for_is_said_once(
         assert is_accelerator(sim) and DeviceCopies(sim).non_blocking == locks
     said = [record for record in caplog.records if "copies from and to sim devices block" in record.message]
     assert [record.levelno for record in said] == ([] if locks else [logging.WARNING])
+
+
+def test_free_memory_is_no_more_than_torch_may_take(sim: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_per_process_memory_fraction` lets several processes have a GPU: what others may take is not free."""
+    module = torch.get_device_module(sim)
+    kept = torch.zeros(1 << 20, device=sim)
+    used, total = module.memory_allocated(sim), module.mem_get_info(sim)[1]
+    monkeypatch.setattr(module, "memory_reserved", lambda device: used + 4096, raising=False)
+    monkeypatch.setattr(module, "mem_get_info", lambda device: (total - used - 4096, total))
+    assert used >= kept.nbytes and free_bytes(sim) == total - used
+
+    def allow(fraction: float) -> None:
+        monkeypatch.setattr(module, "get_per_process_memory_fraction", lambda device: fraction, raising=False)
+
+    for fraction, expected in ((1.0, total - used), (0.25, total // 4 - used), (0.0, 0)):
+        allow(fraction)
+        assert free_bytes(sim) == expected
+
+    def refuse(device: torch.device) -> float:
+        raise RuntimeError("this allocator does not tell")
+
+    monkeypatch.setattr(module, "get_per_process_memory_fraction", refuse)
+    assert free_bytes(sim) == total - used
 
 
 def test_copies_down_see_what_was_computed_before_they_began(
