@@ -4,7 +4,8 @@
 address is no multiple of what it loads at once: see `is_aligned` in torch's `MultiTensorApply.cuh`, by which norms are
 taken for clipping, and `shift` in `Reduce.cuh`. torch aligns what it allocates, but the gradients that FSDP2 has
 reduced together, and those that are slices of another, begin at any element. So one that gets memory of its own, or
-comes back, is as far from an aligned address as it was. Kernels of the CPU do not look at addresses.
+comes back, is as far from an aligned address as it was; so is one that a class steps on whole, in a slot. Kernels of
+the CPU do not look at addresses.
 """
 
 from __future__ import annotations

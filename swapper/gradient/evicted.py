@@ -136,12 +136,13 @@ class EvictedGradients:
         self,
         parameter: torch.nn.Parameter,
         start: int,
-        upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
+        upload: Callable[[torch.Tensor, int], tuple[torch.Tensor, Copy | None]],
     ) -> tuple[torch.Tensor, list[Change]]:
         """As `taken`, on an accelerator: the part may still be on its way, and is incomplete.
 
         Args:
-            upload: starts copying a tensor of the pool, 1-D. Returns the tensor that it becomes, and the copy.
+            upload: starts copying a tensor of the pool, 1-D, to so many bytes after a multiple of 64. Returns the
+                tensor that it becomes, and the copy.
 
         Returns:
             That tensor, and the changes that are to be made to it, in order, when the copy is over.
@@ -155,7 +156,8 @@ class EvictedGradients:
         try:
             lease, there, view = self._take_part(gradient, part)
             assert there, part.key
-            uploaded, lease.transfer = upload(view)
+            is_whole = len(gradient.parts) == 1  # Of others only classes step that add nothing up.
+            uploaded, lease.transfer = upload(view, gradient.misaligned_bytes if is_whole else 0)
         finally:
             self._cache.release(part.key)  # The memory goes to nobody else before the copy is over.
         return uploaded, list(gradient.changes)

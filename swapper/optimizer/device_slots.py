@@ -134,10 +134,16 @@ class DeviceSlots:
         part = slice(start_bytes, stop_bytes)
         slot.ready = self._up.copy(slot.memory[part], lease.tensor[part])
 
-    def upload(self, slot: Slot, source: torch.Tensor) -> tuple[torch.Tensor, Copy | None]:
-        """Start copying a gradient, 1-D and in the pool, to `slot`. Returns the tensor it becomes, and the copy."""
-        room = slot.view(slot.cursor, source.numel(), source.dtype)
-        slot.cursor += round_up(source.nbytes, ALIGNMENT_BYTES)
+    def upload(self, slot: Slot, source: torch.Tensor, misaligned_bytes: int = 0) -> tuple[torch.Tensor, Copy | None]:
+        """Start copying a gradient, 1-D and in the pool, to `slot`. Returns the tensor it becomes, and the copy.
+
+        Args:
+            slot: has room for it.
+            source: the gradient.
+            misaligned_bytes: how far that tensor is to be from a multiple of 64: see [Note: alignment] of `gradient`.
+        """
+        room = slot.view(slot.cursor + misaligned_bytes, source.numel(), source.dtype)
+        slot.cursor += round_up(misaligned_bytes + source.nbytes, ALIGNMENT_BYTES)
         slot.ready = self._up.copy(room, source)
         return room, slot.ready
 

@@ -459,7 +459,8 @@ class Bucket:
 
     def slot_bytes(self, with_gradients: bool) -> int:
         """Bytes of a slot for it on an accelerator."""
-        gradients = (s.numel * s.of.dtype.itemsize for s in self.segments if with_gradients)
+        moving = self.segments if with_gradients else ()  # A whole gradient need not begin at a multiple of 64.
+        gradients = (s.numel * s.of.dtype.itemsize + ALIGNMENT_BYTES * s.whole for s in moving)
         return round_up(self.length_bytes, ALIGNMENT_BYTES) + sum(round_up(n, ALIGNMENT_BYTES) for n in gradients)
 
     def _lay_out(self) -> tuple[RecordLayout, RecordPacking | None]:

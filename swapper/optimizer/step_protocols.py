@@ -77,9 +77,12 @@ class SwappedGradients(Protocol):
         self,
         parameter: torch.nn.Parameter,
         start: int,
-        upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
+        upload: Callable[[torch.Tensor, int], tuple[torch.Tensor, Copy | None]],
     ) -> tuple[torch.Tensor, Sequence[Callable[[torch.Tensor], object]]]:
-        """Copy that part by `upload`. Return the copy, and what is to be done to it, in order, when it is there."""
+        """Copy that part by `upload`, to so many bytes after a multiple of 64, less than those.
+
+        Return the copy, and what is to be done to it, in order, when it is there.
+        """
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """True if its gradients are looked at when they arrive."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -70,6 +71,52 @@ class Joined(nn.Module):
 
     def forward(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
         return (self.weight * x[5:]).sum() if alone else (torch.cat([self.bias, self.weight]) * x).sum()
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step as long as the parameter, whatever the gradient's norm. Notes where long gradients lie."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                p.sub_(state["exp_avg"] * (group["lr"] * p.norm() / p.grad.norm()))
+                if p.numel() == 1 << 14:
+                    self.seen.append(p.grad.data_ptr() % 64)
+
+
+def test_what_a_class_steps_on_whole_is_as_far_from_an_aligned_address_as_it_was(nvme_path: Path, device: str) -> None:
+    models = [Joined().to(device) for _ in range(2)]
+    optimizers = [Lamb(model.parameters()) for model in models]
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="8MiB",
+        bucket_bytes="64KiB",
+        offload_optimizer={"device": "nvme", "step_device": "device"},
+        offload_gradient={"device": "nvme"},
+    )
+    swapper.wrap_optimizer(optimizers[1], config)
+    x = torch.randn((1 << 14) + 5, generator=torch.Generator().manual_seed(0)).to(device)
+    Lamb.seen.clear()
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert Lamb.seen == [20] * 6
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
+    swapper.of(optimizers[1]).close()
 
 
 @pytest.mark.parametrize("kept", ["nvme", "cpu"])
