@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
+from swapper.io.devices import on_device
 from swapper.io.host_memory import bytes_of
 
 __all__ = [
@@ -117,7 +118,8 @@ def _all_gathered(value: _T, group: Any, count: int) -> list[_T]:
     values: list[Any] = [None] * count
     gloo = _gloo_of_all() if group is None else None
     if gloo is None:
-        torch.distributed.all_gather_object(values, value, group)
+        with _on_device_of(group):
+            torch.distributed.all_gather_object(values, value, group)
         return values
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in values]
@@ -128,6 +130,16 @@ def _all_gathered(value: _T, group: Any, count: int) -> list[_T]:
     found = [torch.empty_like(given) for _ in values]
     gloo.allgather([found], [given]).wait()
     return [pickle.loads(bytes_of(each[: int(length)])) for each, length in zip(found, lengths, strict=True)]
+
+
+def _on_device_of(group: Any) -> AbstractContextManager[None]:
+    """Within it the device that `init_process_group` was given is the current one: objects go by way of that.
+
+    In a group for devices alone torch takes the current one, which on each rank is the first if nobody has set it.
+    """
+    groups = (group, torch.distributed.group.WORLD)
+    bound = next(filter(None, (getattr(each, "bound_device_id", None) for each in groups)), None)
+    return nullcontext() if bound is None else on_device(bound)
 
 
 def _gloo_of_all() -> Any:
@@ -241,7 +253,7 @@ def gathered_by_first(value: _T) -> list[_T]:
     if len(members) == 1:
         return [value]
     values: list[Any] | None = [None] * len(members) if _rank() == members[0] else None
-    with _telling_of_long_waits():
+    with _telling_of_long_waits(), _on_device_of(group):
         torch.distributed.gather_object(value, values, members[0], group)
     return values or []
 

@@ -8,11 +8,13 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerators import simulate
 from sharded_nets import in_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -172,3 +174,18 @@ def wait_in_vain(rank: int, has_met: bool) -> None:
 @pytest.mark.parametrize("has_met", [False, True], ids=["it-does-not-come", "it-ends"])
 def test_who_waits_in_vain_says_for_whom(has_met: bool) -> None:
     ranks.in_processes(wait_in_vain, has_met)
+
+
+def test_objects_go_by_way_of_the_device_that_the_group_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has them go by the current one, which on each rank is the first where nobody has set it."""
+    simulate("sim-eager", monkeypatch)
+    current = torch.accelerator.current_device_index
+    seen = []
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *arguments: seen.append(current()))
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda *arguments: seen.append(current()))
+    for device in (None, torch.device("sim", 1)):
+        group = SimpleNamespace(bound_device_id=device)
+        monkeypatch.setattr(agreement, "_members", lambda group=group: (group, [0, 1]))
+        agreement._all_gathered(1, group, 2)
+        agreement.gathered_by_first(1)
+    assert seen == [0, 0, 1, 1] and current() == 0
