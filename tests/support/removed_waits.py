@@ -54,6 +54,7 @@ OF_OTHERS = re.compile(
     |thread\.join$|native\.wait$|io/bounce\.py\ self\._over\.wait$|job\.wait$|io/gds\.py\ .*\.wait(_quietly)?$ # threads
     |_plan\.follow$|records\.cache\.keep$|opened\.keep$|plan\.py\ self\._records\.keep$  # other things
     |self\._begin$|building\.py\ .*_wait$
+    |storage/agreement\.py\ .*\.(wait|join)$  # ranks
     """,
     re.VERBOSE,
 )
