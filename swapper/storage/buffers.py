@@ -23,6 +23,7 @@ from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.free_pieces import AddressRange, FreePieces
 from swapper.storage.transfers import AnyTransfer
+from swapper.tensors.grad_modes import outside_of_inference
 
 if TYPE_CHECKING:
     from swapper.storage.device_pool import PoolMemory
@@ -141,7 +142,8 @@ class Lease:
         whole = self.tensor
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
+            with outside_of_inference():  # There a view of another dtype is a tensor of that mode, unlike a slice.
+                typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
         return typed.as_strided(shape, stride, typed.storage_offset() + offset_bytes // itemsize)
 
     def pool_has(self, tensor: torch.Tensor) -> bool:
@@ -224,7 +226,8 @@ class BufferPool:
         self.peak_used_bytes = 0
         self._pid = os.getpid()
         self._handles = handles
-        self._slab, self._memory = self._reserve(device)
+        with outside_of_inference():  # They outlive that mode.
+            self._slab, self._memory = self._reserve(device)
         self._free = FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
@@ -367,7 +370,8 @@ class BufferPool:
                 return None
             self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
         if (pages := lease._extent.pages) is not None:
-            lease._tensor = torch.frombuffer(pages.memory, dtype=torch.uint8)[:length_bytes]
+            with outside_of_inference():  # The lease outlives that mode, and is written to after it.
+                lease._tensor = torch.frombuffer(pages.memory, dtype=torch.uint8)[:length_bytes]
             lease.address = pages.address
         else:
             start = lease.offset_bytes

@@ -219,6 +219,21 @@ def test_what_views_the_memory_keeps_the_addresses() -> None:
     assert torch.equal(view, contents(MIB // 2, 3)[PAGE:])
 
 
+def test_a_lease_of_inference_mode_is_written_to_after_it() -> None:
+    with torch.inference_mode():
+        pool = BufferPool(MIB)
+        whole = pool.acquire(MIB)
+        whole.view(0, 1, torch.float32).zero_()
+    whole.view(0, 1, torch.float32).zero_()
+    fill(whole, 4)
+    whole.release()
+    held = in_pieces(pool)
+    with torch.inference_mode():
+        lease = pool.acquire(MIB // 2)
+    fill(lease, 3)
+    assert len(held) == 128
+
+
 def test_nothing_is_registered_while_pages_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with AsyncIOHandle() as handle, BufferPool(8 * MIB, handle, ready_bytes=0) as pool:
         held = in_pieces(pool, MIB)
