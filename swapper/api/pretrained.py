@@ -68,8 +68,8 @@ def from_pretrained(
     Args:
         path: directory of a model; its name on the Hub, which is downloaded if it is not in the cache; or its directory
             in the cache (`models--NAME`).
-        config: an `OffloadConfig`, or what makes one. `offload_param.device` must be nvme. Models that are given the
-            same object share one pool.
+        config: an `OffloadConfig`, or what makes one: `{"pool_bytes": "4GiB"}` is enough. With `offload_param.device`
+            it must be nvme. Models that are given the same object share one pool.
         model_class: class of transformers, or the name of one; its `from_pretrained` is called. None: the class in
             `architectures` of the model's config, or else `AutoModelForCausalLM`.
         strict: every parameter of the model must be in the files. False: transformers makes what is not, at random
