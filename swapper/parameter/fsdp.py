@@ -18,7 +18,7 @@ wait for a rank that raises. So it goes on, with NaN for its shards, and raises 
 the outermost forward of FSDP2, before anybody has what it returns, or of the backward, as `raised_by_all` does. There
 the ranks tell each other how it went, on the host, and FSDP2 lets go of what it has gathered. If the model raises of
 the NaN itself, that has the failure as its cause on the rank that had it. Where they cannot (NCCL without gloo), or not
-all of them have the model, a rank raises at once and alone.
+all of them have the model, a rank raises at once and alone. In a pass that gathers nothing nobody waits for others.
 
 These are private names of torch. Both classes are replaced on the objects, by subclasses of theirs, and `check_names`
 compares what is used here, and who else uses it, with what this was written for.
@@ -68,8 +68,9 @@ _READS = "_swapper_reads"
 _SHARD = "_swapper_shard"
 """Name of the attribute of an `FSDPParam` with the local tensor that was swapped."""
 
-_AGREES, _FAILURE = "_swapper_agrees", "_swapper_failure"
-"""Names of attributes of an `FSDPState`: all ranks agree when it ends a forward; what has failed in that so far."""
+_AGREES, _GATHERS, _FAILURE = "_swapper_agrees", "_swapper_gathers", "_swapper_failure"
+"""Names of attributes of an `FSDPState`: all ranks agree when it ends a forward; all have gathered in that, and have
+not agreed yet; what has failed in it so far."""
 
 _GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
 """Names of the attributes of an `FSDPParam` with what modules may have instead of the shard."""
@@ -215,9 +216,6 @@ class _Reads:
     def __enter__(self) -> None:
         self._end()  # What Ctrl-C has left.
         self._running, self._is_lost = True, False
-        if _is_in_backward() and self._groups.have_all_ranks():
-            with raised_by_all(self._groups.widest()):  # On all ranks: to agree when it ends.
-                pass
 
     def __exit__(self, kind: object, *exception: object) -> None:
         self._running = False
@@ -237,6 +235,14 @@ class _Reads:
             self._use = None
             raise
         self._use = None  # Last: to end it again changes nothing.
+
+    def note_gathered(self) -> None:
+        """Have the ranks agree when this pass ends. Called on all of them, as all gather, whatever has failed."""
+        if _is_in_backward() and self._groups.have_all_ranks():
+            with raised_by_all(self._groups.widest()):
+                pass
+        elif (root := _outermost(self._state())) is not None:
+            vars(root)[_GATHERS] = True
 
     def attach(self) -> bool:
         """Have the shards in memory until the method of FSDP2 that is running returns, if one is.
@@ -320,7 +326,7 @@ class SwappedGroups:
                 if failure is not None and (error := sys.exc_info()[1]) is not None:
                     error.__cause__ = error.__cause__ or failure
                 return
-            with agreed(vars(state)[_AGREES]()):
+            with agreed(vars(state).pop(_GATHERS, False) and vars(state)[_AGREES]()):
                 if failure is not None:
                     raise failure
         except Exception:
@@ -471,9 +477,12 @@ def _reset_sharded_param(param: Any) -> None:
     _fsdp("_fsdp_param").FSDPParam.reset_sharded_param(param)
 
 
-def _unshard(group: Any, async_op: bool = False) -> Any:
-    with vars(group)[_READS]:
-        return _fsdp("_fsdp_param_group").FSDPParamGroup.unshard(group, async_op)
+def _unshard(group: Any, async_op: bool = False) -> None:
+    reads, before = vars(group)[_READS], group._all_gather_result
+    with reads:
+        _fsdp("_fsdp_param_group").FSDPParamGroup.unshard(group, async_op)
+        if group._all_gather_result is not before:
+            reads.note_gathered()
 
 
 def _reshard(group: Any) -> None:

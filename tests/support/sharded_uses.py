@@ -299,6 +299,33 @@ def train_with_another_config(rank: int, directory: str, device: str = "cpu") ->
         nets[1].swapper.close()  # type: ignore[operator, union-attr]
 
 
+def use_what_stays_gathered(rank: int, directory: str, device: str = "cpu") -> None:
+    """No pass that gathers nothing waits for other ranks: one runs a model alone, or reduces gradients later."""
+    nets = [sharded(Case(device=device, reshard=False)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False) for net in nets]
+    swapper.offload(nets[1], optimizers[1], config_on(device, directory))
+    for turn in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            assert isinstance(net, FSDPModule)
+            for number in range(3):
+                net.set_requires_gradient_sync(number == (0 if rank == 1 else 1 + turn % 2))
+                net.set_reshard_after_backward(False)
+                loss_of(net, 10 * turn + number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                assert same(*(loss_of(net) for net in nets))
+        torch.distributed.barrier()  # Which no forward or backward had to wait for.
+        for net in nets:
+            for module in net.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    assert all_same(nets[0].state_dict(), nets[1].state_dict())
+    swapper.of(optimizers[1]).close()
+    nets[1].swapper.close()  # type: ignore[operator, union-attr]
+
+
 USES = (
     use_state_dicts,
     use_distributed_checkpoints,
@@ -307,4 +334,5 @@ USES = (
     keep_shards_on_the_drive,
     move_what_is_swapped,
     train_with_another_config,
+    use_what_stays_gathered,
 )
