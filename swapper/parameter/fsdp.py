@@ -553,14 +553,10 @@ def check_names() -> None:
     try:
         modules = [_fsdp(name) for name in _MODULES]
         param, group = modules[0].FSDPParam, modules[1].FSDPParamGroup
-        signatures = {
-            group.unshard: ["self", "async_op"],
-            group.wait_for_unshard: ["self"],
-            group._to_sharded: ["self"],
-            group.reshard: ["self"],
-            param.reset_sharded_param: ["self"],
-            group.lazy_init: ["self"],
-        }
+        plain = group.wait_for_unshard, group._to_sharded, group.reshard, param.reset_sharded_param, group.lazy_init
+        signatures = {group.unshard: ["self", "async_op"], **{each: ["self"] for each in plain}}
+        if "_all_gather_result" not in _names_in(inspect.unwrap(group.unshard).__code__):
+            _refuse_torch("FSDPParamGroup._all_gather_result is gone")
         _ = modules[2].FSDPStateContext().iter_forward_root
     except (KeyError, AttributeError) as error:
         _refuse_torch(str(error))

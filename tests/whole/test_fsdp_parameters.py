@@ -172,6 +172,9 @@ def are_refused(rank: int, directory: str) -> None:
         patch.delattr(internals._fsdp_param_group.FSDPParamGroup, "unshard")
         refuses(net, version)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(internals._fsdp_param_group.FSDPParamGroup, "unshard", lambda self, async_op=False: None)
+        refuses(net, "FSDPParamGroup._all_gather_result is gone")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fsdp._USERS, "_sharded_param_data", {"FSDPParam.all_gather_inputs"})
         refuses(net, "_sharded_param_data, used by FSDPParam")
     with pytest.MonkeyPatch.context() as patch:  # A user of another version is none of this one.
