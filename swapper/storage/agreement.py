@@ -318,6 +318,10 @@ def _store() -> Any:
     return c10d.PrefixStore("swapper", store)
 
 
+class _RankMissing(SwapError, RuntimeError):
+    """Another rank did not come. Who catches torch's error of that catches this one too."""
+
+
 @contextmanager
 def _telling_of_long_waits() -> Iterator[None]:
     global _watcher
@@ -332,7 +336,7 @@ def _telling_of_long_waits() -> Iterator[None]:
         yield
     except RuntimeError as error:  # Of torch's, which say an address or a key.
         members = _members()[1]
-        raise SwapError(
+        raise _RankMissing(
             f"rank {_rank()} has waited {time.monotonic() - began:.0f} s for the other ranks of "
             f"{_named(members)} to make the same call of swapper, and one of them has ended, does not "
             f"answer, or makes other calls, as with other settings: {error}"
