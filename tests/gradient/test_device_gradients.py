@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from models import Joined
 from torch import nn
 from training import make_model
 
@@ -59,18 +60,6 @@ def test_zero_grad_reads_nothing(
             assert type(gradient) is torch.Tensor and gradient.device.type == device
             assert not isinstance(gradient, EvictedGradient) and not gradient.any()
     swapper.of(optimizer).close()
-
-
-class Joined(nn.Module):
-    """The gradient of `weight` is a slice of that of both, which begins five elements after an aligned address."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(5))
-        self.weight = nn.Parameter(torch.ones(1 << 14))
-
-    def forward(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
-        return (self.weight * x[5:]).sum() if alone else (torch.cat([self.bias, self.weight]) * x).sum()
 
 
 class Lamb(torch.optim.Optimizer):

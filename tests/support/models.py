@@ -740,3 +740,15 @@ class Checkpointed(nn.Module):
             x = x.detach().requires_grad_()  # Else nothing in the block gets a gradient.
         y: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
         return y
+
+
+class Joined(nn.Module):
+    """The gradient of `weight` is a slice of that of both, which begins five elements after an aligned address."""
+
+    def __init__(self, numel: int = 1 << 14) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
+        return (self.weight * x[5:]).sum() if alone else (torch.cat([self.bias, self.weight]) * x).sum()

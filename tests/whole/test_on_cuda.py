@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Joined
 from torch import nn
 
 import swapper
 from swapper.gradient.alignment import empty_misaligned
 
 NUMEL = (1 << 18) + 1
-
-
-class Joined(nn.Module):
-    """Its gradients are slices of one, which begin at any element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bias = nn.Parameter(torch.zeros(5))
-        self.weight = nn.Parameter(torch.randn(NUMEL))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.cat([self.bias, self.weight]) * x).sin().sum()
 
 
 def config_of(path: Path, parameters: str) -> swapper.OffloadConfig:
@@ -41,7 +29,7 @@ def config_of(path: Path, parameters: str) -> swapper.OffloadConfig:
 
 @pytest.mark.parametrize("clips", ["ours", "torch's"])
 def test_clipped_by_the_norm_of_gradients_that_are_slices(clips: str, nvme_path: Path, device: str) -> None:
-    models = [Joined().to(device) for _ in range(2)]
+    models = [Joined(NUMEL).to(device) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     swapper.wrap_optimizer(optimizers[1], config_of(nvme_path, "none"))
     handle = swapper.of(optimizers[1])
