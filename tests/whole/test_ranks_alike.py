@@ -239,6 +239,14 @@ def test_a_load_of_other_steps_is_refused(nvme_path: Path, leaves_nothing: None)
     ranks.in_processes(refuse_other_steps, str(nvme_path))
 
 
+def train_replicas(net: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for turn in range(3):
+        backward(model, turn, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_replicas_alike(net)
+
+
 def train_alike(rank: int, directory: str) -> None:
     with group():
         for first, (dtype, one, other) in itertools.product((True, False), SAME):
@@ -248,11 +256,7 @@ def train_alike(rank: int, directory: str) -> None:
             swapper.wrap_optimizer(optimizer, config_of(directory, other if rank else one))
             if not first:
                 model = DistributedDataParallel(net)
-            for turn in range(3):
-                backward(model, turn, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-                assert_replicas_alike(net)
+            train_replicas(net, model, optimizer, rank)
             swapper.of(optimizer).close()
 
 
@@ -325,11 +329,7 @@ def train_after_trials(rank: int, directory: str) -> None:
             optimizer = swapper.wrap_optimizer(torch.optim.AdamW(net.parameters()), config_of(directory, given))
             if not first:
                 model = DistributedDataParallel(net)
-            for turn in range(3):
-                backward(model, turn, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-                assert_replicas_alike(net)
+            train_replicas(net, model, optimizer, rank)
             swapper.of(optimizer).close()
 
 
