@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.devices import advise_on_memory
 from swapper.metrics import Metrics
+from swapper.optimizer.records import BucketRecords
 from swapper.optimizer.segments import Bucket
 from swapper.optimizer.stepper import Stepper
 from swapper.tensors.homes import home_of
@@ -36,10 +37,11 @@ class Guard:
         failure: a step or a load that ended in the middle and is not made good yet.
     """
 
-    def __init__(self, stepper: Stepper, metrics: Metrics) -> None:
+    def __init__(self, stepper: Stepper, records: BucketRecords, metrics: Metrics) -> None:
         self.closed = False
         self.failure: Failure | None = None
         self._stepper = stepper
+        self._records = records
         self._metrics = metrics
         self._pid = os.getpid()
 
@@ -70,6 +72,8 @@ class Guard:
     ) -> None:
         """Remember a step that ended in the middle. Without `error`: one whose clean-up was cut off too.
 
+        What any other call has taken, and gives back no more since its clean-up was cut off, is given back.
+
         Args:
             shared: what was to be stepped, where all ranks step together: of some of them nothing may be stepped, of
                 others all, so that no rank may go on. None where this process steps alone.
@@ -79,6 +83,8 @@ class Guard:
             advise_on_memory(error, _ADVICE)
         is_here = stepper.stepping or bool(error and stepper.entered)
         if not is_here and shared is None:
+            if error is None:
+                self._records.release_live()
             return
         stepper.widen(optimizer)
         where = f"after {stepper.done} of {len(stepper.plan.buckets)} buckets" if is_here else "on some of the ranks"

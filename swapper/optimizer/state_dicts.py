@@ -105,7 +105,6 @@ class StateRecords:
         buckets = [reached[number] for number in sorted(reached)]  # In the order of the plan.
         checksums_to_host(states)
         show = len(buckets) > 1 and self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
-        self.bucket_records.release_live()
         try:
             with modes_kept():
                 set_grad_mode(False)

@@ -115,7 +115,7 @@ class OptimizerSwapper:
         self._records = StateRecords(plan, records, store)
         self.rounding_of = self._records.rounding_of  # Of a gradient.
         self._alike = Alike(plan, records, self.metrics)
-        self._guard = Guard(self._stepper, self.metrics)
+        self._guard = Guard(self._stepper, records, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
         self._conversion = Conversion(optimizer, self)
         self._loading: tuple[dict[int, dict[str, Any]], object] | None = None  # and the groups before
@@ -284,11 +284,9 @@ class OptimizerSwapper:
         state = as_plain_states(optimizer, {p: gathered[id(p)] for p in parameters}, self.has_masters)
         if self.gradients is not None:
             self.gradients.bring_back_all()
-        try:
-            with interrupts_deferred():  # Half of it would be an optimizer without its state.
-                self._conversion.uninstall(optimizer, self, state)
-        finally:
-            self.close()
+        with ExitStack() as end, interrupts_deferred():  # Half of it would be an optimizer without its state.
+            self._conversion.uninstall(optimizer, self, state)
+            end.callback(self.close)  # Not if an interrupt was first: then the records are all there is.
         if self._finalizer is not None:
             self._finalizer.detach()
 

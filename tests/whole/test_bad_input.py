@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import copy
 import errno
 import gc
@@ -646,6 +647,50 @@ def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Sna
             except KeyboardInterrupt:
                 pass
             training.ends_in(plain[STEPS], range(2, STEPS))
+
+
+@pytest.mark.parametrize("then", ["step", "state_dict", "load_state_dict", "assign"])
+def test_ctrl_c_twice_in_reading_leaves_nothing_taken(
+    then: str, nvme_path: Path, leaves_nothing: None, plain: list[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once when a record was taken, and once more before it is given back: the next use found it in use."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Training(nvme_path, 2) as training:
+        with monkeypatch.context() as patch:
+            patch.setattr("swapper.optimizer.state_dicts._Gathered.add", interrupted)
+            patch.setattr("swapper.optimizer.records.BucketRecords.recover", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                training.optimizer.state_dict()
+        if then == "state_dict":
+            assert_same_state(plain[2].optimizer, training.optimizer.state_dict())
+        elif then == "load_state_dict":
+            training.load(plain[2])
+        elif then == "assign":
+            first = training.model[0].weight
+            training.optimizer.state[first] = training.optimizer.state[first]
+        training.ends_in(plain[STEPS], range(2, STEPS))
+
+
+def test_ctrl_c_before_the_end_of_unwrap_keeps_the_state(
+    nvme_path: Path, leaves_nothing: None, plain: list[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all was read, and nothing undone: the records are the only state."""
+
+    class Interrupted(contextlib.AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None: ...
+
+    with Training(nvme_path, 2) as training:
+        with monkeypatch.context() as patch:
+            patch.setattr("swapper.optimizer.swapper.interrupts_deferred", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                swapper.unwrap_optimizer(training.optimizer)
+        training.ends_in(plain[STEPS], range(2, STEPS))
 
 
 @pytest.mark.sampled(1)
