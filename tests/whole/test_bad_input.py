@@ -444,7 +444,7 @@ class CtrlC:
     """Ctrl-C at the `at`-th place where the interpreter looks for signals, and once more `again` places later.
 
     Such places are where a Python function begins and where a call of C ends. In finalizers, where Python itself drops
-    exceptions, it waits.
+    exceptions, it waits, and in `shutil.rmtree`, which may close a descriptor twice then and raise EBADF instead.
     """
 
     def __init__(self, at: int, again: int = 0) -> None:
@@ -460,7 +460,7 @@ class CtrlC:
             return
         inner: FrameType | None = frame
         while inner is not None:
-            if inner.f_code.co_name in ("__del__", "_finalize"):
+            if inner.f_code.co_name in ("__del__", "_finalize", "_rmtree_safe_fd"):
                 return
             inner = inner.f_back
         self.at, self.again = (self.count + self.again if self.again else 0), 0
