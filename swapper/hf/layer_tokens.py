@@ -7,6 +7,7 @@ order, in the pool.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -69,21 +70,26 @@ class LayerTokens:
         at = 0
         for position, record in enumerate(self._own):
             self._all.read_ahead(self._number, position - 1)  # This one and those after it.
-            with self._all.opened(record) as parts:
-                for out, part in zip(outs, parts, strict=True):
-                    if out is not None:
-                        self._copy(record, part, out[:, :, at : at + len(record)])
+            slices = [None if out is None else out[:, :, at : at + len(record)] for out in outs]
+            self._all.use(record, functools.partial(self._copy, record, slices), self.likes[0].device)
             at += len(record)
         self._all.read_ahead(self._number, len(self._own) - 1)
 
     @staticmethod
-    def _copy(record: TokenRecord, part: torch.Tensor, out: torch.Tensor) -> None:
-        tokens = part[:, :, record.start : record.stop]
-        if record.rows is None:
-            out.copy_(tokens)
-        else:
-            for i, row in enumerate(record.rows.tolist()):
-                out[i].copy_(tokens[row])
+    def _copy(
+        record: TokenRecord, outs: Sequence[torch.Tensor | None], parts: Sequence[torch.Tensor], non_blocking: bool
+    ) -> None:
+        for out, part in zip(outs, parts, strict=True):
+            if out is None:
+                continue
+            # Up as it lies, in one piece; the accelerator puts it in the layout of `out`.
+            piece = _as_it_lies(part[:, :, record.start : record.stop]).to(out.device, non_blocking=non_blocking)
+            tokens = piece.permute(1, 2, 0, 3)
+            if record.rows is None:
+                out.copy_(tokens)
+            else:
+                for i, row in enumerate(record.rows.tolist()):
+                    out[i].copy_(tokens[row])
 
     def append(self, tokens: Sequence[torch.Tensor]) -> None:
         """Take new tokens in. `refusal` must have been asked before.
@@ -101,12 +107,20 @@ class LayerTokens:
             record = self._own[-1]
             taken = min(record.capacity - record.stop, count - done)
             is_full = record.stop + taken == record.capacity
-            with self._all.opened(record, changes=True, full=is_full) as parts:
-                for part, new in zip(parts, tokens, strict=True):
-                    part[:, :, record.stop : record.stop + taken].copy_(new[:, :, done : done + taken])
-                record.stop += taken
+            new = [each[:, :, done : done + taken] for each in tokens]
+            work = functools.partial(self._extend, record, new)
+            self._all.use(record, work, tokens[0].device, changes=True, full=is_full)
+            record.stop += taken
             done += taken
             self.count += taken
+
+    @staticmethod
+    def _extend(
+        record: TokenRecord, tokens: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], non_blocking: bool
+    ) -> None:
+        for part, new in zip(parts, tokens, strict=True):
+            room = part[:, :, record.stop : record.stop + new.shape[2]]
+            _as_it_lies(room).copy_(_as_it_lies(new), non_blocking=non_blocking)
 
     def _put_in_order(self, record: TokenRecord) -> None:
         """Let new tokens have room in the last record: its rows are those of the batch, and no token is dropped."""
@@ -116,12 +130,16 @@ class LayerTokens:
         shifted = record.stop == record.capacity and 2 * record.start >= record.capacity
         if not reordered and not shifted:
             return
-        with self._all.opened(record, changes=True) as parts:
+        start, stop = record.start, record.stop
+
+        def move(parts: Sequence[torch.Tensor], _: bool) -> None:
             for part in parts:
-                tokens = part[:, :, record.start : record.stop]
+                tokens = part[:, :, start:stop]
                 tokens = tokens.clone() if rows is None else tokens.index_select(0, rows)
-                part[:, :, : len(record)].copy_(tokens)
-            record.rows, record.start, record.stop = None, 0, len(record)
+                part[:, :, : stop - start].copy_(tokens)
+
+        self._all.use(record, move, changes=True)
+        record.rows, record.start, record.stop = None, 0, stop - start
 
     def drop(self, count: int, *, last: bool) -> None:
         """Drop the first `count` tokens, or the `last` ones; all, if those are fewer."""
@@ -156,3 +174,8 @@ class LayerTokens:
             self._own.pop()
         self.count = 0
         self.likes = ()
+
+
+def _as_it_lies(tokens: torch.Tensor) -> torch.Tensor:
+    """`(rows, heads, tokens, width)` as `(tokens, rows, heads, width)`: in a record that is one piece of memory."""
+    return tokens.permute(2, 0, 1, 3)

@@ -9,6 +9,11 @@ for which others go.
 lock. So a record is noted as newer than what is stored while it is in use, or under that lock: else it could be written
 between the note and the change, and be taken for stored. And a cache ends when no other thread is within it.
 
+[Note: copies of a device] An accelerator copies between the pool and its own tensors on the stream that uses them, and
+the host goes on: what a layer is given is there for whatever that stream does next. Until it is over the copy is the
+transfer of the record's lease: the buffer goes to nobody, nor to the drive. A token is used again only when the next
+one comes, and so nobody waits, unless the pool is short.
+
 [Note: failures] A forward pass that is cut off has given some layers their tokens, and not the others. So after any
 exception in here, Ctrl-C included, nothing is given out or taken in any more until `clear`.
 """
@@ -27,8 +32,10 @@ import torch
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
+from swapper.io.devices import Copy, DeviceCopies
 from swapper.metrics import Metrics
 from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 from swapper.session import Shared
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.buffers import Lease, PoolExhausted
@@ -49,6 +56,8 @@ _SMALLEST_BYTES = 64 << 10
 _BUFFERS = 4
 """The part of the pool has room for so many records: arriving, in use, leaving, and one more to read ahead."""
 
+_HOST = torch.device("cpu")
+
 _owners = itertools.count()
 
 _ResultT = TypeVar("_ResultT")
@@ -62,7 +71,9 @@ def part_bytes_of(config: OffloadConfig) -> int:
 
 @dataclass(frozen=True)
 class RecordPart:
-    """Keys, or values, in a record: a tensor of shape `(rows, heads, tokens, width)`, contiguous.
+    """Keys, or values, in a record: a tensor of shape `(rows, heads, tokens, width)`, one token after another.
+
+    So some of its tokens are one piece of memory, which an accelerator copies while the host goes on.
 
     Attributes:
         shape: of it; the tokens are those that there is room for.
@@ -77,7 +88,8 @@ class RecordPart:
     def view(self, lease: Lease) -> torch.Tensor:
         """The tensor in `lease`, the record's buffer."""
         rows, heads, tokens, width = self.shape
-        return lease.view(self.offset_bytes, rows * heads * tokens * width, self.dtype).view(self.shape)
+        numel = rows * heads * tokens * width
+        return lease.view(self.offset_bytes, numel, self.dtype).view(tokens, rows, heads, width).permute(1, 2, 0, 3)
 
 
 @dataclass(eq=False)
@@ -228,6 +240,7 @@ class TokenRecords:
         self._pid = os.getpid()
         self._failure: str | None = None
         self._changes = 0
+        self._copies: dict[torch.device, DeviceCopies] = {}
         self._owner = next(_owners)
         self._numbers = itertools.count()
         self._longest_bytes = min(config.bucket_bytes, LARGEST_BYTES)
@@ -320,6 +333,8 @@ class TokenRecords:
     def lock_for(self, device: torch.device) -> None:
         """Let `device` copy to and from the pool."""
         self._pool.lock_for(device)
+        if (copies := DeviceCopies(device)).non_blocking:
+            self._copies[device] = copies
 
     @property
     def stored_bytes(self) -> int:
@@ -377,19 +392,35 @@ class TokenRecords:
             self._cache.require(record.key, record.length_bytes, anew=True)
             self._policy.unwritten[record.key] = record.length_bytes
 
-    @contextmanager
-    def opened(
-        self, record: TokenRecord, *, changes: bool = False, full: bool = False
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Bring a record, and give its parts as they are in the pool: valid within this.
+    def use(
+        self,
+        record: TokenRecord,
+        work: Callable[[Sequence[torch.Tensor], bool], object],
+        device: torch.device = _HOST,
+        *,
+        changes: bool = False,
+        full: bool = False,
+    ) -> None:
+        """Bring a record, and call `work` with its parts as they are in the pool. See [Note: copies of a device].
 
         Args:
             record: any.
-            changes: what is changed within this is kept.
+            work: is given the parts, which are valid within it, and `non_blocking` for its copies.
+            device: of the tensors that it copies from or to.
+            changes: what is changed within it is kept.
             full: and is written now, as the record is complete.
         """
-        lease = _patiently(lambda: self._take(record, changes=changes or full))
-        yield tuple(part.view(lease) for part in record.parts)
+        copies = self._copies.get(device)
+        lease = _patiently(lambda: self._take(record, copies, changes=changes or full))
+        parts = [part.view(lease) for part in record.parts]
+        if copies is None:
+            work(parts, False)
+        else:
+            with interrupts_deferred():
+                try:
+                    work(parts, True)
+                finally:  # Some of it may have begun.
+                    lease.transfer = copies.reached()
         with self._cache.lock:
             if full:
                 self._cache.put(record.key, record.length_bytes)
@@ -397,9 +428,13 @@ class TokenRecords:
             else:
                 self._cache.release(record.key)
 
-    def _take(self, record: TokenRecord, *, changes: bool) -> Lease:
+    def _take(self, record: TokenRecord, copies: DeviceCopies | None, *, changes: bool) -> Lease:
         with self._cache.lock:  # See [Note: other threads].
-            lease, _ = self._cache.take(record.key, record.length_bytes)
+            cached = self._cache.records.get(record.key)
+            follows = copies is not None and cached is not None and not cached.writing
+            lease, _ = self._cache.take(record.key, record.length_bytes, follows=follows)
+            if copies is not None and isinstance(lease.transfer, Copy):
+                copies.join(lease.transfer)
             self._policy.use(record.key)
             if changes:
                 self._policy.unwritten[record.key] = record.length_bytes

@@ -168,8 +168,8 @@ class RecordCache:
     def take(self, key: RecordKey, length_bytes: int, *, follows: bool = False) -> tuple[Lease, bool]:
         """Bring `key` in and wait for it.
 
-        With `follows` a copy that a device still makes into the buffer is not waited for. It is then the transfer of
-        the lease, what the caller copies comes after it, and the caller puts the record, or it is lost.
+        With `follows` a copy by a device, from or into the buffer, is not waited for. It is then the transfer of the
+        lease, and what the caller copies comes after it. What was put with it the caller puts, or it is lost.
 
         Returns:
             The buffer, the caller's until `put` or `release`; and False if its content is undefined, as of new records.
@@ -192,7 +192,7 @@ class RecordCache:
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
             if is_followed := follows:
                 with interrupts_deferred():
-                    if is_followed := self._writes.withdraw(record):  # It is written after the next `put`.
+                    if is_followed := record.is_copied or self._writes.withdraw(record):  # Its write: until the `put`.
                         self.records.move(record, RecordState.LIVE, writing=False)
                         self._metrics.hits += 1
             if not is_followed:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from swapper.io.devices import Copy
 from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey
 
@@ -53,6 +54,11 @@ class CachedRecord:
     writing: bool = False
     finish: Callable[[], int] | None = None
     empty: bool = False
+
+    @property
+    def is_copied(self) -> bool:
+        """True if a device copies from or into the buffer, or has, and nothing is to be written after it."""
+        return not self.writing and isinstance(self.lease.transfer, Copy)
 
     @property
     def is_at_hand(self) -> bool:

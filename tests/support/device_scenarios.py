@@ -380,6 +380,30 @@ def pool_in_use(device: str, path: Path, closes: bool) -> None:
     assert bool((there == 7).all())
 
 
+def keys_and_values(device: str, path: Path, two_streams: bool) -> None:
+    """An `OffloadedCache` in a pool of a few records, used on one stream after the other, or on one."""
+    transformers = pytest.importorskip("transformers")
+    module: Any = torch.get_device_module(torch.device(device))
+    numbers = torch.Generator().manual_seed(parameter_scenarios.values_seed)
+    counts = [90, 1, 1, 40, 1]
+    new = [[torch.randn(2, 2, 2, count, 16, generator=numbers).to(device) for _ in range(2)] for count in counts]
+    torch.accelerator.synchronize()
+    streams = [module.current_stream(), module.Stream() if two_streams else module.current_stream()]
+    config = swapper.OffloadConfig(nvme_path=path, pool_bytes="64KiB", bucket_bytes="16KiB")
+    plain, found, expected = transformers.DynamicCache(), [], []
+    with torch.no_grad(), swapper.OffloadedCache(config) as cache:
+        for i, tokens in enumerate(new):
+            with module.stream(streams[i % 2]):
+                keep_busy(device, 200)
+                for layer in range(2):
+                    found += cache.update(*tokens[layer], layer)
+        torch.accelerator.synchronize()
+        for tokens in new:
+            for layer in range(2):
+                expected += plain.update(*tokens[layer], layer)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "step": train,
     "step on the device": functools.partial(train, step_device="device"),
@@ -407,5 +431,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     ),
     "pool that grows": functools.partial(pool_in_use, closes=False),
     "pool that is closed": functools.partial(pool_in_use, closes=True),
+    "keys and values": functools.partial(keys_and_values, two_streams=False),
+    "keys and values on two streams": functools.partial(keys_and_values, two_streams=True),
     **PARAMETER_SCENARIOS,
 }

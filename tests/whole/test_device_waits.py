@@ -59,6 +59,8 @@ MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "optimizer/stepper.py abandon wait": ("failed step", "sim-random"),
     "optimizer/stepper.py _join join": ("step on the device", "sim-lazy"),
     "optimizer/stepper.py _step_bucket _join": ("step on the device", "sim-lazy"),
+    "hf/token_records.py use transfer": ("keys and values", "sim-lazy"),
+    "hf/token_records.py _take join": ("keys and values on two streams", "sim-lazy"),
     "optimizer/device_slots.py hold begin": ("failed step on the device", "sim-random"),
     "optimizer/device_slots.py wait wait": ("step on the device that is cut off in a copy up", "sim-lazy"),
     "optimizer/device_slots.py wait wait 1": ("step on the device that is cut off in a copy down", "sim-lazy"),
