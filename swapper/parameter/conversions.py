@@ -29,7 +29,7 @@ import torch
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from swapper.storage.spans import Extent, Span, plan_spans
 
-__all__ = ["Conversion", "InPlace", "Source", "has_parts", "plan_part", "plan_sources"]
+__all__ = ["Conversion", "InPlace", "Source", "has_parts", "plan_part", "plan_sources", "sources_bytes_of"]
 
 
 class Source(NamedTuple):
@@ -74,6 +74,14 @@ class Conversion(NamedTuple):
     write: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
     rows: Callable[[int, int], Conversion] | None = None
     in_place: tuple[InPlace, ...] = ()
+
+
+def sources_bytes_of(conversions: Sequence[Conversion]) -> int:
+    """Bytes that the sources of some parameters take in a buffer beside these: 0 of what is unpacked in place."""
+    if all(conversion.in_place for conversion in conversions):
+        return 0
+    extents = {source.extent for conversion in conversions for source in conversion.sources}
+    return sum(extent.stop_bytes - extent.start_bytes for extent in extents)
 
 
 class _Target(NamedTuple):

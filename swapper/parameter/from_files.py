@@ -20,7 +20,7 @@ from swapper.io.checksums import checksum
 from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, SMALL, Candidate, why_not
-from swapper.parameter.conversions import Conversion, plan_sources
+from swapper.parameter.conversions import Conversion, plan_sources, sources_bytes_of
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.embeddings import find_embeddings
 from swapper.parameter.experts import (
@@ -184,9 +184,13 @@ def plan_from_files(
             return ALREADY
         return why_not(tensor, device) or (SMALL if tensor.nbytes < _SMALL_BYTES else "")
 
-    plan = plan_parameters(
-        model, bucket_bytes, resident_bytes, device_resident_bytes, False, lay_out, why_stays, device
-    )
+    def beside_bytes(tensors: Sequence[torch.Tensor]) -> int:
+        copies_bytes = sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in tensors if not t.is_contiguous())
+        made = [each for each in map(extents.__getitem__, tensors) if isinstance(each, Conversion)]
+        return copies_bytes + sources_bytes_of(made)
+
+    resident = resident_bytes, device_resident_bytes
+    plan = plan_parameters(model, bucket_bytes, *resident, False, lay_out, why_stays, device, beside_bytes)
     converted_bytes = max(sources_bytes, default=0)
     names = {each.name for each in found.values()}.union(c.name for _, candidates in called for c in candidates)
     stays = {name: why for name, why in plan.stays.items() if name not in names}

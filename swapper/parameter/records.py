@@ -268,6 +268,7 @@ def plan_parameters(
     lay_out: LayOut | None = None,
     why_stays: Callable[[torch.Tensor], str] | None = None,
     device: torch.device | None = None,
+    beside_bytes: Callable[[Sequence[torch.Tensor]], int] | None = None,
 ) -> ParameterPlan:
     """Plan which parameters of `model` are swapped.
 
@@ -281,6 +282,7 @@ def plan_parameters(
         lay_out: makes each record; None: `plan_record_of`.
         why_stays: gives the reason why a parameter stays in memory, or ""; None: `why_not`.
         device: that the parameters are used on; None: their own.
+        beside_bytes: gives what a buffer has beside the values of some tensors; None: as `plan_record_of` lays out.
 
     Raises:
         ConfigError: as `check_groups`; or the model has parameters, and not one byte of them can be moved.
@@ -288,7 +290,8 @@ def plan_parameters(
     check_groups(model)
     for p in model.parameters():
         make_ordinary(p)  # Made of one that was swapped before, as by `weight_norm`.
-    records, stays, tensors = _group(model, bucket_bytes, lay_out or plan_record_of, why_stays or why_not)
+    groups = _Groups(bucket_bytes, beside_bytes or _copies_bytes)
+    records, stays, tensors = _group(model, groups, lay_out or plan_record_of, why_stays or why_not)
     moved_bytes = sum(location.length_bytes for record in records for location in record.locations)
     summary = summary_of_what_stays(model, moved_bytes, stays, tensors, GROUP_BYTES)
     on = device or next((p.parameter.device for record in records for p in record.locations), torch.device("cpu"))
@@ -338,7 +341,7 @@ def check_devices(model: torch.nn.Module) -> None:
 
 
 def _group(
-    model: torch.nn.Module, bucket_bytes: int, lay_out: LayOut, why_stays: Callable[[torch.Tensor], str]
+    model: torch.nn.Module, groups: _Groups, lay_out: LayOut, why_stays: Callable[[torch.Tensor], str]
 ) -> tuple[list[ParameterRecord], dict[str, str], dict[str, torch.Tensor]]:
     """Group the tensors of `model` into records.
 
@@ -349,7 +352,6 @@ def _group(
     seen: dict[torch.Tensor, str] = {}
     sharing = names_by_storage(model)
     others_of_it = OtherTensors(Patience(PATIENCE_S))
-    groups = _Groups(bucket_bytes)
     shards, shards_of_group = shards_of(model), dict[int, list[Candidate]]()
     for prefix, module in modules_with_tensors(model):
         units: dict[bool, list[Candidate]] = {True: [], False: []}
@@ -388,11 +390,12 @@ class _Groups:
     """The tensors of each record. Those that are in no state dict have records of their own, as checkpoints have them
     not."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, beside_bytes: Callable[[Sequence[torch.Tensor]], int]) -> None:
         self.all: list[list[Candidate]] = []
         self._bucket_bytes = bucket_bytes
+        self._beside_bytes = beside_bytes
         self._last: dict[bool, list[Candidate]] = {}
-        self._bytes: dict[bool, tuple[int, int]] = {}  # of the last ones: of their tensors, and with copies
+        self._bytes: dict[bool, tuple[int, int]] = {}  # of the last ones: of their tensors, and of a buffer
 
     def add(self, unit: list[Candidate], kept: bool) -> None:
         """Add the tensors of one module, which stay together."""
@@ -400,21 +403,22 @@ class _Groups:
             return
         tensors = [candidate.tensor for candidate in unit]
         own_bytes = sum(tensor.nbytes for tensor in tensors)
-        copied_bytes = own_bytes + sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in tensors if _has_copy(t))
+        unit_bytes = own_bytes + self._beside_bytes(tensors)
         group = self._last.get(kept)
-        group_bytes, with_copies_bytes = self._bytes.get(kept, (0, 0))
-        has_room = group_bytes + own_bytes <= GROUP_BYTES and with_copies_bytes + copied_bytes <= self._bucket_bytes
+        group_bytes, buffer_bytes = self._bytes.get(kept, (0, 0))
+        has_room = group_bytes + own_bytes <= GROUP_BYTES and buffer_bytes + unit_bytes <= self._bucket_bytes
         if group is None or not has_room:
             group = self._last[kept] = []
             self.all.append(group)
-            group_bytes = with_copies_bytes = 0
-        self._bytes[kept] = group_bytes + own_bytes, with_copies_bytes + copied_bytes
+            group_bytes = buffer_bytes = 0
+        self._bytes[kept] = group_bytes + own_bytes, buffer_bytes + unit_bytes
         group += unit
 
 
-def _has_copy(parameter: torch.Tensor) -> bool:
-    """True if a buffer has the values at two places: see the module's docstring."""
-    return parameter.nbytes % ALIGNMENT_BYTES != 0 or not parameter.is_contiguous()
+def _copies_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the values that a buffer has at two places: see the module's docstring."""
+    copied = (t for t in tensors if t.nbytes % ALIGNMENT_BYTES != 0 or not t.is_contiguous())
+    return sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in copied)
 
 
 def plan_record_of(number: int, group: Sequence[Candidate]) -> ParameterRecord:

@@ -37,9 +37,12 @@ from weight_files import hollow, state_to_save, write_shards, write_weights
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.parameter import from_files
+from swapper.parameter import from_files, records
+from swapper.parameter.conversions import Conversion, Source
+from swapper.parameter.from_files import plan_from_files
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.spans import Extent
 from swapper.storage.store import RecordKey
 from swapper.tensors.inner import inner_tensors
 
@@ -380,6 +383,32 @@ def test_check_says_what_a_round_reads_and_what_is_needed(
     )
     with pytest.raises(swapper.ConfigError, match="weights: an optimizer would change them"):
         swapper.check(stack(), [torch.optim.SGD(stack().parameters())], config, weights=path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_what_is_cast_the_least_pool_will_do_and_every_larger_one(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever `bucket_bytes` follows of it: records of several matrices have room for what these are cast from."""
+    monkeypatch.setattr(records, "GROUP_BYTES", 16 << 20)
+    chance = random.Random(seed)
+    saved, asked = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)][seed % 2]
+    model = hollow(nn.Sequential(*(nn.Linear(512, chance.choice([64, 300, 499]), False) for _ in range(12))).to(asked))
+    made, at = dict[torch.Tensor, Conversion](), 8
+    for p in model.parameters():
+        stop = at + p.numel() * saved.itemsize
+        source = Source(Extent(tmp_path / "weights.safetensors", at, stop), saved, p.shape)
+        made[p] = Conversion((source,), lambda into, values: None)
+        at = stop
+
+    def needed_of(pool_bytes: int) -> int:
+        bucket_bytes = swapper.OffloadConfig(pool_bytes=pool_bytes).bucket_bytes
+        return plan_from_files(model, made, bucket_bytes, 0, 0, torch.device("cpu")).needs.least_bytes
+
+    least_bytes = needed_of(1 << 20)
+    assert needed_of(least_bytes) == least_bytes
+    assert needed_of(least_bytes - 4096) == least_bytes
+    assert all(needed_of(size) <= size for size in range(least_bytes, 24 << 20, 1 << 18))
 
 
 class Sizes(nn.Module):
