@@ -127,7 +127,7 @@ class LayerTokens:
         rows = record.rows
         batch = self.likes[0].shape[0]
         reordered = rows is not None and record.parts[0].shape[0] == batch
-        shifted = record.stop == record.capacity and 2 * record.start >= record.capacity
+        shifted = rows is None and record.stop == record.capacity and 2 * record.start >= record.capacity
         if not reordered and not shifted:
             return
         start, stop = record.start, record.stop

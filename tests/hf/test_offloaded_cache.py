@@ -21,7 +21,7 @@ from launcher import run_program
 
 pytest.importorskip("transformers")
 
-from cache_pairs import SMALL, Pair, same
+from cache_pairs import SMALL, Pair, same, window_config
 from each_line import at_each_line
 from interrupts import interrupted_at
 from isolation import alone
@@ -99,6 +99,21 @@ def test_copies_and_calls_that_may_be_wrong_are_those_of_a_dynamic_cache(seed: i
                 pair.compare()
     finally:
         pair.ours.close()
+
+
+@torch.no_grad()
+def test_a_window_whose_batch_grows_at_any_token(config: OffloadConfig) -> None:
+    """Also when its last record is full, and half of that was dropped: new tokens have more rows than it has."""
+    model = window_config([5])
+    for count in range(1, 14):
+        with OffloadedCache(config, model) as ours:
+            plain = DynamicCache(config=model)
+            for i in range(count + 2):
+                if i == count:
+                    ours.batch_repeat_interleave(2)
+                    plain.batch_repeat_interleave(2)
+                tokens = torch.randn(2, 2 if i < count else 4, 2, 1, 16)
+                assert all(map(same, ours.update(*tokens, 0), plain.update(*tokens, 0)))
 
 
 def test_most_of_a_long_context_is_on_the_drive(config: OffloadConfig) -> None:
