@@ -32,7 +32,7 @@ import torch
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.io.devices import Copy, DeviceCopies
+from swapper.io.devices import Copy, DeviceCopies, starting_copies
 from swapper.metrics import Metrics
 from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
@@ -416,7 +416,7 @@ class TokenRecords:
         if copies is None:
             work(parts, False)
         else:
-            with interrupts_deferred():
+            with interrupts_deferred(), starting_copies:
                 try:
                     work(parts, True)
                 finally:  # Some of it may have begun.

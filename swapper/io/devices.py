@@ -17,7 +17,8 @@ an event takes any stream for one of its own module and reads beyond the end of 
 
 [Note: page-locking] The pool is memory of our own, because the kernel's rings have it registered too. A driver copies
 from and to it side by side with other work only if it is told of it (`page_lock`). Where torch knows no way to tell it,
-copies block: what an asynchronous copy of other memory does differs from driver to driver.
+copies block: what an asynchronous copy of other memory does differs from driver to driver. A pool that grows is
+unlocked when no copy is in flight, and locked anew: for so long no thread may start one (`starting_copies`).
 
 [Note: current devices] A thread begins with the first device of a type as its current one. To ask the driver there for
 an event, or to go back to that device at the end of a context of torch's that selects a stream of another, makes a
@@ -39,6 +40,7 @@ import contextlib
 import errno
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -70,10 +72,14 @@ __all__ = [
     "on_streams",
     "refuse_in_graph",
     "seeded_generators",
+    "starting_copies",
     "synchronize",
 ]
 
 log = logging.getLogger(__name__)
+
+starting_copies = threading.RLock()
+"""Held while copies are started that go on by themselves, and while memory is not locked that they may be of."""
 
 
 class Event(Protocol):
@@ -133,7 +139,10 @@ class Copies:
 
     def run(self, work: Callable[[], object]) -> Event:
         """Call `work`, which starts several operations on tensors; the event says when they are done."""
-        with interrupts_deferred(), self.allocating():
+        starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.non_blocking:
+            starting = starting_copies
+        with interrupts_deferred(), starting, self.allocating():
             work()
         return self._mark(self._stream)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io.devices import Copies, copies_of, is_accelerator
+from swapper.io.devices import Copies, copies_of, is_accelerator, starting_copies
 from swapper.io.gathered_pages import GatheredPages
 from swapper.io.handle import AsyncIOHandle, Slab
 from swapper.process.finalizers import finalizer
@@ -299,18 +299,12 @@ class BufferPool:
             if self._closed:
                 return
             self._collect()
-            if self._gathered:
-                return
-            stop = self._free.last_taken(self.capacity_bytes)
-            if stop >= self._slab.ready_bytes:
+            if self._gathered or (stop := self._free.last_taken(self.capacity_bytes)) >= self._slab.ready_bytes:
                 return
             for handle in self._handles:
                 self._withdraw(handle, self._slab)
-            self._unlock_for_devices()
-            try:
+            with self._resizing():
                 self._slab.shrink(stop)
-            finally:
-                self._register()
 
     @property
     def used_bytes(self) -> int:
@@ -450,13 +444,18 @@ class BufferPool:
 
     def _make_ready(self, ready_bytes: int) -> None:
         """Under the lock. Ctrl-C in between leaves memory that is not registered, where transfers cost more."""
-        if ready_bytes <= self._slab.ready_bytes:
-            return
-        self._unlock_for_devices()
-        try:
-            self._slab.extend(ready_bytes)
-        finally:
-            self._register()
+        if ready_bytes > self._slab.ready_bytes:
+            with self._resizing():
+                self._slab.extend(ready_bytes)
+
+    @contextlib.contextmanager
+    def _resizing(self) -> Iterator[None]:
+        with starting_copies:  # Else another thread would start one after the wait.
+            self._unlock_for_devices()
+            try:
+                yield
+            finally:
+                self._register()
 
     def _unlock_for_devices(self) -> None:
         # All is locked anew when the size changes: a copy must not go across two ranges that were locked by themselves.

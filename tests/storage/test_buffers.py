@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import SimCopies, simulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interrupts import interrupted_at
@@ -580,3 +581,31 @@ def test_acquire_is_fast_with_many_leases() -> None:
         for _ in range(100):
             pool.acquire(2 * PAGE).release()
         assert time.thread_time() - begin_s < 2.0
+
+
+def test_no_copy_starts_while_a_pool_that_grows_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread starts one when those in flight were waited for, and the memory is about to be unlocked."""
+    sim_device = simulate("sim-lazy", monkeypatch)
+    sim_device.violations()
+    there = torch.zeros(64 << 10, dtype=torch.uint8, device="sim")
+    copies = devices.DeviceCopies(there.device)
+    wait_all, threads = SimCopies.wait_all, []
+    with BufferPool(8 << 20, device=there.device, ready_bytes=1 << 20) as pool, pool.acquire(64 << 10) as lease:
+        lease.tensor.fill_(7)
+
+        def copy() -> None:
+            lease.transfer = copies.copy(there, lease.tensor)
+
+        def waited(self: SimCopies) -> None:
+            wait_all(self)
+            threads.append(threading.Thread(target=copy))
+            threads[-1].start()
+            threads[-1].join(0.2)
+
+        monkeypatch.setattr(SimCopies, "wait_all", waited)
+        pool.acquire(4 << 20).release()
+        threads[0].join()
+        assert lease.transfer is not None
+        lease.transfer.wait()
+    assert sim_device.violations() == []
+    assert bool((there.cpu() == 7).all())
