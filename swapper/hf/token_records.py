@@ -12,7 +12,8 @@ between the note and the change, and be taken for stored. And a cache ends when 
 [Note: copies of a device] An accelerator copies between the pool and its own tensors on the stream that uses them, and
 the host goes on: what a layer is given is there for whatever that stream does next. Until it is over the copy is the
 transfer of the record's lease: the buffer goes to nobody, nor to the drive. A token is used again only when the next
-one comes, and so nobody waits, unless the pool is short.
+one comes, and so nobody waits, unless the pool is short. Then a record that is copied goes, too, and the pool waits for
+the copy, however long that takes: a device may be seconds behind.
 
 [Note: failures] A forward pass that is cut off has given some layers their tokens, and not the others. So after any
 exception in here, Ctrl-C included, nothing is given out or taken in any more until `clear`.
@@ -161,8 +162,9 @@ class RoundPolicy(Policy):
             self._used[key] = self._uses
 
     def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
-        """The record used last that is written; then the one whose write began first; then what was read ahead."""
-        unwritten = None
+        """The record used last that is written and at rest; then the one whose write began first, or one that a device
+        copies; then what was read ahead."""
+        copied = unwritten = None
         for key in reversed(self._used):
             record = cache.records.get(key)
             if record is None or record.state is not RecordState.KEPT:
@@ -171,10 +173,12 @@ class RoundPolicy(Policy):
                 unwritten = unwritten or record
             elif record.lease.transfer is None or record.lease.transfer.done():
                 return record
+            elif record.is_copied:
+                copied = copied or record
         if idle_only:
             return None
         writing = next((record for record in cache.records.writes() if record.state is RecordState.KEPT), None)
-        return writing or unwritten or cache.records.last(RecordState.ARRIVING)
+        return writing or copied or unwritten or cache.records.last(RecordState.ARRIVING)
 
     def spare(self, cache: RecordCache) -> CachedRecord | None:
         """The record used last, if it was used so lately that it is needed after the one that is read ahead."""

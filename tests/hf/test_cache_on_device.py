@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import swapper
 from swapper.errors import SwapError
-from swapper.io.devices import DeviceCopies
+from swapper.io.devices import Copy, DeviceCopies, Event
 
 
 def config_of(path: Path, pool: str) -> swapper.OffloadConfig:
@@ -68,6 +68,31 @@ def test_the_host_waits_for_no_copy_where_the_pool_has_room(
         for ours, theirs in zip(itertools.chain(*given), itertools.chain(*expected), strict=True):
             assert same(ours, theirs)
     assert sim_device.violations() == []
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@torch.no_grad()
+def test_a_device_may_be_behind_for_as_long_as_it_likes(
+    layers: int, nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is over before somebody waits for it: two caches in a pool of four records, which all are copied."""
+    simulate("sim-lazy", monkeypatch)
+    waited: set[Event] = set()
+    wait_quietly = Copy.wait_quietly
+
+    def wait(copy: Copy) -> None:
+        wait_quietly(copy)
+        waited.add(copy.event)
+
+    monkeypatch.setattr(Copy, "wait_quietly", wait)
+    monkeypatch.setattr(Copy, "done", lambda copy: copy.event in waited)
+    config = config_of(nvme_path, "64KiB")
+    with swapper.OffloadedCache(config) as first, swapper.OffloadedCache(config) as second:
+        pairs = [(cache, DynamicCache()) for cache in (first, second)]
+        for count in (120, 1, 40, 1):
+            for layer, (ours, plain) in itertools.product(range(layers), pairs):
+                tokens = torch.randn(2, 2, 2, count, 16, device="sim")
+                assert all(map(same, ours.update(*tokens, layer), plain.update(*tokens, layer)))
 
 
 @pytest.mark.long
