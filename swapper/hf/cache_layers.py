@@ -19,6 +19,7 @@ import transformers.cache_utils
 from swapper.errors import SwapError
 from swapper.hf.layer_tokens import LayerTokens
 from swapper.hf.token_records import TokenRecords
+from swapper.io.devices import refuse_in_graph
 from swapper.progress import warn_once
 
 _TOO_OLD = (
@@ -104,6 +105,7 @@ class OnDrive(DynamicLayer):
         """Append keys and values, and give all of them, in new memory."""
         tokens = key_states, value_states
         self._records.check()
+        refuse_in_graph(key_states.device)
         if self._tokens.likes and (refusal := self._tokens.refusal(tokens)):
             raise ValueError(f"OffloadedCache: {refusal}")
         with self._records.changing(), torch.no_grad():
@@ -145,6 +147,7 @@ class OnDrive(DynamicLayer):
             return None
         if not self._tokens.likes:
             return torch.tensor([], dtype=self._joined_to[number], device=self.device)
+        refuse_in_graph(self.device)
         with self._records.changing(), torch.no_grad():
             batch, heads, _, width = self._tokens.likes[number].shape
             count = self._tokens.count
@@ -165,7 +168,9 @@ class OnDrive(DynamicLayer):
         vars(copied).update({name: copy.deepcopy(value) for name, value in vars(self).items() if name not in own})
         vars(copied).update(own)
         if self._tokens.likes:
+            refuse_in_graph(self.device)
             with self._records.changing(), records.changing():
+                records.lock_for(self.device)
                 tokens.begin(self._tokens.likes, [like.dtype for like in self._tokens.likes])
                 tokens.append(self._assembled([like[:, :, :0] for like in self._tokens.likes]))
         return copied

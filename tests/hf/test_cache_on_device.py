@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import random
 from pathlib import Path
@@ -44,17 +46,19 @@ def test_any_operations_give_the_tensors_of_a_dynamic_cache(
         pair.compare()
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["cache", "copy"])
 @torch.no_grad()
 def test_the_host_waits_for_no_copy_where_the_pool_has_room(
-    nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+    copied: bool, nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lazy device does nothing before somebody waits for it, so that what came first is not done in the end."""
     sim_device = simulate("sim-lazy", monkeypatch)
     new = torch.randn(8, 2, 2, 2, 2, 1, 16, device="sim")
     prompt = torch.randn(2, 2, 2, 300, 16, device="sim")
     plain = DynamicCache()
-    with swapper.OffloadedCache(config_of(nvme_path, "4MiB")) as cache:
-        given = [cache.update(*prompt, layer) for layer in range(2)]
+    with swapper.OffloadedCache(config_of(nvme_path, "4MiB")) as made, contextlib.ExitStack() as stack:
+        given = [made.update(*prompt, layer) for layer in range(2)]
+        cache = stack.enter_context(copy.deepcopy(made)) if copied else made
         swapper_copies = DeviceCopies(torch.device("sim", 0))
         torch.accelerator.synchronize()
         keep_busy("sim", 10)
@@ -70,6 +74,23 @@ def test_the_host_waits_for_no_copy_where_the_pool_has_room(
     assert sim_device.violations() == []
 
 
+@torch.no_grad()
+def test_a_graph_that_is_captured_refuses_it_before_anything_changes(
+    nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate("sim-lazy", monkeypatch)
+    tokens = torch.randn(2, 2, 2, 9, 16, device="sim")
+    with swapper.OffloadedCache(config_of(nvme_path, "64KiB")) as cache:
+        cache.update(*tokens, 0)
+        with monkeypatch.context() as patch:
+            module = torch.get_device_module(tokens.device)
+            patch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+            for use in (lambda: cache.update(*tokens, 0), lambda: cache.layers[0].keys, lambda: copy.deepcopy(cache)):
+                with pytest.raises(SwapError, match="CUDA graph is being captured"):
+                    use()
+        assert same(cache.layers[0].keys, tokens[0])
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @torch.no_grad()
 def test_a_device_may_be_behind_for_as_long_as_it_likes(
@@ -80,12 +101,12 @@ def test_a_device_may_be_behind_for_as_long_as_it_likes(
     waited: set[Event] = set()
     wait_quietly = Copy.wait_quietly
 
-    def wait(copy: Copy) -> None:
-        wait_quietly(copy)
-        waited.add(copy.event)
+    def wait(transfer: Copy) -> None:
+        wait_quietly(transfer)
+        waited.add(transfer.event)
 
     monkeypatch.setattr(Copy, "wait_quietly", wait)
-    monkeypatch.setattr(Copy, "done", lambda copy: copy.event in waited)
+    monkeypatch.setattr(Copy, "done", lambda transfer: transfer.event in waited)
     config = config_of(nvme_path, "64KiB")
     with swapper.OffloadedCache(config) as first, swapper.OffloadedCache(config) as second:
         pairs = [(cache, DynamicCache()) for cache in (first, second)]

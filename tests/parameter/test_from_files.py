@@ -37,7 +37,8 @@ from weight_files import hollow, state_to_save, write_shards, write_weights
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.parameter import from_files, records
+from swapper.parameter import from_files
+from swapper.parameter import records as parameter_records
 from swapper.parameter.conversions import Conversion, Source
 from swapper.parameter.from_files import plan_from_files
 from swapper.parameter.swapper import ParameterSwapper
@@ -390,7 +391,7 @@ def test_of_what_is_cast_the_least_pool_will_do_and_every_larger_one(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever `bucket_bytes` follows of it: records of several matrices have room for what these are cast from."""
-    monkeypatch.setattr(records, "GROUP_BYTES", 16 << 20)
+    monkeypatch.setattr(parameter_records, "GROUP_BYTES", 16 << 20)
     chance = random.Random(seed)
     saved, asked = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)][seed % 2]
     model = hollow(nn.Sequential(*(nn.Linear(512, chance.choice([64, 300, 499]), False) for _ in range(12))).to(asked))
