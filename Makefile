@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY
 # device, which is not there.
 ASAN := build/asan
 ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
-    ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
+    ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:allocator_may_return_null=1:stack_trace_format="    \#%n %p %F %L %M"'
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memory|master_codec|deepnvme)
