@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -294,7 +295,8 @@ def _base_of(path: str) -> str:
 
 
 def _check_shapes(path: str, files: FilesRead, model: torch.nn.Module) -> None:
-    """Raise SwapError if a quantised matrix is of another shape than its module says: transformers does not look."""
+    """Raise SwapError if a quantised matrix is of another shape than its module says, or has scales for another one:
+    transformers does not look."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not (isinstance(module, torch.nn.Linear) and isinstance(weight, torch.Tensor) and is_wrapper(weight)):
@@ -303,6 +305,16 @@ def _check_shapes(path: str, files: FilesRead, model: torch.nn.Module) -> None:
             raise SwapError(
                 f"{path} does not fit the model: {name}.weight is {tuple(weight.shape)} and in the model "
                 f"{(module.out_features, module.in_features)} (in {files}); load weights of this model"
+            )
+        block, scale = getattr(weight, "block_size", None), getattr(weight, "scale", None)
+        if not isinstance(block, (list, tuple)) or not isinstance(scale, torch.Tensor):
+            continue
+        # Of torchao; in some versions flat, so that the shape may be another one.
+        count = math.prod(-(-size // max(int(each), 1)) for size, each in zip(weight.shape, block, strict=False))
+        if scale.numel() != count:
+            raise SwapError(
+                f"{path} does not fit the model: {name}._weight_scale is {tuple(scale.shape)}, and {name}.weight has "
+                f"{count} blocks of {tuple(block)} (in {files}); copy or download the model again"
             )
 
 

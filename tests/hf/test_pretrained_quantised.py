@@ -97,6 +97,20 @@ def test_only_what_is_small_is_read_before_it_is_used(nvme_path: Path, tmp_path:
 SCALE = "model.layers.1.mlp.up_proj._weight_scale"
 
 
+@pytest.mark.parametrize("rows", [0, 1, 48, 97])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_scales_of_another_matrix_are_an_error_with_their_name(
+    kind: str, rows: int, nvme_path: Path, tmp_path: Path
+) -> None:
+    """torchao would take some of them for those of larger blocks, and compute with them."""
+    path = save_quantised(tmp_path, kind)
+    change(path, SCALE, torch.ones(rows, 1, dtype=torch.bfloat16 if kind == "int8" else torch.float32))
+    says = rf"{SCALE} is \({rows}, 1\), and .*weight has 96 blocks of \(1, 64\) \(in .*model-00001"
+    with pytest.raises(swapper.SwapError, match=says):
+        opened(nvme_path, path)
+    assert list(nvme_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("how", ["truncated", "lacks", "shape", "foreign"])
 def test_what_cannot_work_is_an_error_with_its_name(how: str, nvme_path: Path, tmp_path: Path) -> None:
     path = save_quantised(tmp_path, "int8")
