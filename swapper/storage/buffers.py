@@ -460,9 +460,10 @@ class BufferPool:
     def _unlock_for_devices(self) -> None:
         # All is locked anew when the size changes: a copy must not go across two ranges that were locked by themselves.
         while self._locks:
-            _, copies = self._locks.popitem()
+            name, copies = next(iter(self._locks.items()))
             copies.wait_all()
             copies.page_unlock(self._slab.address)
+            del self._locks[name]  # Not before: a device that failed raises, and has the memory locked still.
 
     def _register(self) -> None:
         self._lock_for_devices(self._devices)

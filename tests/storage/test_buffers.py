@@ -609,3 +609,19 @@ def test_no_copy_starts_while_a_pool_that_grows_is_not_locked(monkeypatch: pytes
         lease.transfer.wait()
     assert sim_device.violations() == []
     assert bool((there.cpu() == 7).all())
+
+
+def test_a_pool_is_still_locked_for_a_device_that_failed_before_it_grew(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim_device = simulate("sim-lazy", monkeypatch)
+    sim_device.violations()
+
+    def fails(self: SimCopies) -> None:
+        raise RuntimeError("a kernel failed")
+
+    with BufferPool(8 << 20, device=torch.device("sim", 0), ready_bytes=1 << 20) as pool:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a kernel failed"):
+            patch.setattr(SimCopies, "wait_all", fails)
+            pool.acquire(4 << 20)
+        with pool.acquire(4 << 20) as lease:  # It would be locked a second time.
+            assert torch.equal(lease.tensor.fill_(7).to("sim", non_blocking=True).cpu(), lease.tensor)
+    assert sim_device.violations() == []
