@@ -420,7 +420,7 @@ class TokenRecords:
         if copies is None:
             work(parts, False)
         else:
-            with interrupts_deferred(), starting_copies:
+            with interrupts_deferred(), starting_copies():
                 try:
                     work(parts, True)
                 finally:  # Some of it may have begun.

@@ -40,6 +40,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -78,8 +79,20 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-starting_copies = threading.RLock()
-"""Held while copies are started that go on by themselves, and while memory is not locked that they may be of."""
+_starting = threading.RLock()
+
+
+def starting_copies() -> contextlib.AbstractContextManager[object]:
+    """Held while copies are started that go on by themselves, and while memory is not locked that they may be of."""
+    return _starting
+
+
+def _after_fork() -> None:
+    global _starting
+    _starting = threading.RLock()  # The thread that has it is the parent's.
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Event(Protocol):
@@ -141,7 +154,7 @@ class Copies:
         """Call `work`, which starts several operations on tensors; the event says when they are done."""
         starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.non_blocking:
-            starting = starting_copies
+            starting = _starting
         with interrupts_deferred(), starting, self.allocating():
             work()
         return self._mark(self._stream)

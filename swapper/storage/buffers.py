@@ -450,7 +450,7 @@ class BufferPool:
 
     @contextlib.contextmanager
     def _resizing(self) -> Iterator[None]:
-        with starting_copies:  # Else another thread would start one after the wait.
+        with starting_copies() if self._devices else contextlib.nullcontext():  # None after the wait.
             self._unlock_for_devices()
             try:
                 yield

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from still_drive import still
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import devices
+from swapper.io.devices import starting_copies
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 
@@ -476,6 +478,28 @@ def test_pool_outlives_its_handle(tmp_path: Path) -> None:
         handle.close()
         lease.release()
         assert pool.used_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_while_copies_are_started_can_start_its_own() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def start() -> None:
+        with starting_copies():
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # Instead of waiting for ever.
+        with starting_copies():
+            os._exit(0)
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
