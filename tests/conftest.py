@@ -88,6 +88,16 @@ def _threads_are_restored() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _default_dtype_stays() -> Iterator[None]:
+    """Lightning and Transformers set it while they build a model or run it; left so, it would fail a later test."""
+    before = torch.get_default_dtype()
+    yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after == before, f"this test has left {after} as torch's default"
+
+
 @pytest.fixture
 def nvme_path(tmp_path: Path) -> Path:
     """An empty directory for records."""
