@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from swapper.api.arguments import ConfigLike, as_config
 from swapper.api.from_files import OWNERS, is_first_of_ranks, offload_from_files
 from swapper.errors import ConfigError, SwapError, SwapIOError, path_given
 from swapper.files.dequantised import DEQUANTISES, check_scales
-from swapper.files.tensor_files import parse_json, read_header, read_metadata, read_small
+from swapper.files.tensor_files import parse_json, read_small
+from swapper.files.torchao_weights import check_fits, check_parts
 from swapper.files.unread_models import FilesRead, import_transformers, make_hollow, unread_files
 from swapper.files.weights import PACKED_INDEX, find_by_index, newest_snapshot
 from swapper.parameter.building import device_of
 from swapper.storage.agreement import agreed
 from swapper.tensors.grad_modes import outside_of_inference
-from swapper.tensors.inner import is_wrapper
 
 __all__ = ["from_pretrained"]
 
@@ -132,7 +131,7 @@ def _load(
         _check_index(directory, kwargs)
     _check_loaded(where, files, told, strict, asked)
     if quantised_by:
-        _check_shapes(where, files, model)
+        check_fits(where, files, model)
         check_scales(model)
     return model, files, told, on
 
@@ -224,31 +223,7 @@ def _check_quantised(path: str, by: str, kwargs: dict[str, Any]) -> None:
         as_told = kwargs.get("quantization_config")
         kwargs["quantization_config"] = as_told or import_transformers().Mxfp4Config(dequantize=True)
     elif os.path.isdir(path):
-        _check_parts(sorted(Path(path, kwargs.get("subfolder") or "").glob("*.safetensors")))
-
-
-def _check_parts(files: Sequence[Path]) -> None:
-    """Raise SwapError if one of the quantised tensors of a model lacks some of what is inside, by its description.
-
-    torchao writes a description of each tensor into the metadata of the files.
-    """
-    there = {tensor.name for file in files for tensor in read_header(file)}
-    for file in files:
-        metadata = read_metadata(file)
-        try:
-            names = map(str, parse_json(metadata.get("tensor_names", "[]").encode()))
-            described = {name: parse_json(metadata[name].encode()) for name in names}
-            parts = {name: list(said.get("_tensor_data_names") or ()) for name, said in described.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SwapError(f"{file} has no description of its tensors as torchao writes it ({error!r})") from error
-        for name, keys in parts.items():
-            prefix, dot, own = name.rpartition(".")
-            inside = [f"{prefix}{dot}_{own}_{key}" for key in keys]
-            if lacking := [each for each in inside if each not in there]:
-                raise SwapError(
-                    f"{file} says that {name} is made of {', '.join(lacking)} too, but no file has that; copy or "
-                    "download the model again"
-                )
+        check_parts(sorted(Path(path, kwargs.get("subfolder") or "").glob("*.safetensors")))
 
 
 def _class_of(transformers: Any, given: Any, path: str, kwargs: dict[str, Any]) -> tuple[Any, str]:
@@ -292,30 +267,6 @@ def _base_of(path: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise SwapError(f"{adapter} is not the config of an adapter ({error}); name a model's directory") from error
     return str(base)
-
-
-def _check_shapes(path: str, files: FilesRead, model: torch.nn.Module) -> None:
-    """Raise SwapError if a quantised matrix is of another shape than its module says, or has scales for another one:
-    transformers does not look."""
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not (isinstance(module, torch.nn.Linear) and isinstance(weight, torch.Tensor) and is_wrapper(weight)):
-            continue
-        if weight.shape != (module.out_features, module.in_features):
-            raise SwapError(
-                f"{path} does not fit the model: {name}.weight is {tuple(weight.shape)} and in the model "
-                f"{(module.out_features, module.in_features)} (in {files}); load weights of this model"
-            )
-        block, scale = getattr(weight, "block_size", None), getattr(weight, "scale", None)
-        if not isinstance(block, (list, tuple)) or not isinstance(scale, torch.Tensor):
-            continue
-        # Of torchao; in some versions flat, so that the shape may be another one.
-        count = math.prod(-(-size // max(int(each), 1)) for size, each in zip(weight.shape, block, strict=False))
-        if scale.numel() != count:
-            raise SwapError(
-                f"{path} does not fit the model: {name}._weight_scale is {tuple(scale.shape)}, and {name}.weight has "
-                f"{count} blocks of {tuple(block)} (in {files}); copy or download the model again"
-            )
 
 
 def _check_loaded(path: str, files: FilesRead, told: dict[str, Any], strict: bool, may_mismatch: bool) -> None:

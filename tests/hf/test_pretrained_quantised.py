@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import config_for, small_records, swapper_of
+from safetensors.torch import load_file
+from twins import bits, config_for, small_records, swapper_of
 
 import swapper
 from swapper.parameter import from_files
@@ -108,6 +109,37 @@ def test_scales_of_another_matrix_are_an_error_with_their_name(
     says = rf"{SCALE} is \({rows}, 1\), and .*weight has 96 blocks of \(1, 64\) \(in .*model-00001"
     with pytest.raises(swapper.SwapError, match=says):
         opened(nvme_path, path)
+    assert list(nvme_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["uint8", "int32", "float32", "float8_e5m2", "flat"])
+@pytest.mark.parametrize("kind", ["int8", "int8 activations too", "float8"])
+def test_parts_of_another_dtype_or_shape_work_as_in_memory_or_are_an_error(
+    kind: str, how: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    """torchao does not look at them, and some raised at the first token, in words that named nothing."""
+    path, tokens = save_quantised(tmp_path, kind), torch.tensor([[1, 2, 3]])
+    tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    refused = 0
+    for name in [name for name in tensors if "layers.1.mlp.up_proj." in name]:
+        change(path, name, tensors[name].flatten() if how == "flat" else tensors[name].to(getattr(torch, how)))
+        try:
+            expected = transformers.AutoModelForCausalLM.from_pretrained(path)(tokens).logits
+        except Exception:
+            refused += 1
+            with pytest.raises(swapper.SwapError, match=r"layers\.1\.mlp\.up_proj\.weight.* \(in .*model-00001"):
+                opened(nvme_path, path)
+        else:
+            model = opened(nvme_path, path)
+            assert bits(model(tokens).logits) == bits(expected)
+            model.swapper.close()
+        change(path, name, tensors[name])
+    assert refused == {
+        "int8 activations too": {"uint8": 1, "int32": 1, "float32": 1, "float8_e5m2": 2, "flat": 1},
+        "float8": {"float8_e5m2": 1, "flat": 2},
+        "int8": {"flat": 1},
+    }[kind].get(how, 0)
     assert list(nvme_path.iterdir()) == []
 
 
