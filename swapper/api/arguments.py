@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
-from swapper.config import OffloadConfig
+from swapper.config import OffloadConfig, read_mapping
 from swapper.errors import ConfigError
 from swapper.optimizer.alike import difference
 from swapper.storage.agreement import agreed, exchanged
@@ -28,13 +29,19 @@ ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 
 def as_config(
-    config: ConfigLike, optimizers: Iterable[object] = (), parameters: Iterable[torch.Tensor] = ()
+    config: ConfigLike,
+    optimizers: Iterable[object] = (),
+    parameters: Iterable[torch.Tensor] = (),
+    *,
+    waited_for: Literal["never", "drive", "always"] = "never",
 ) -> OffloadConfig:
     """The config that was given, or that of the file or mapping.
 
     Args:
         config: what users pass.
         optimizers, parameters: if any of the parameters are sharded, this fails on all ranks if it does on one.
+        waited_for: when other ranks, whose config is right, go on to wait for one that refuses its own, and so must
+            hear of it: never, if it has "nvme" for a device, or always.
 
     Raises:
         ConfigError: it is none of these; or of sharded parameters ranks have settings that all must have alike.
@@ -42,7 +49,11 @@ def as_config(
     groups = (group for each in optimizers if isinstance(each, Optimizer) for group in each.param_groups)
     sharded = any(map(is_sharded, (*parameters, *(p for group in groups for p in group["params"]))))
     with agreed(sharded):
-        settings = _as_config(config)
+        try:
+            settings = _as_config(config)
+        except ConfigError:
+            with agreed(waited_for == "always" or (waited_for == "drive" and _is_of_drive(config))):
+                raise
     if sharded:
         _refuse_different(settings)
     return settings
@@ -67,6 +78,17 @@ def _as_config(config: ConfigLike) -> OffloadConfig:
             "a YAML or JSON file"
         )
     return OffloadConfig.load(config)
+
+
+def _is_of_drive(config: object) -> bool:
+    """True if something in `config`, which may be wrong, has "nvme" for its device: ranks agree on its first use."""
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            config = read_mapping(Path(config))
+        except ConfigError:
+            return False
+    sections = config.values() if isinstance(config, Mapping) else ()  # An `OffloadConfig` is never refused.
+    return any(isinstance(each, Mapping) and each.get("device") == "nvme" for each in sections)
 
 
 def check_is_model(model: object) -> None:

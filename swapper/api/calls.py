@@ -81,7 +81,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         Where several ranks make the call, what one of them raises is raised on all, with its rank.
     """
     check_is_optimizer(optimizer)
-    settings = as_config(config, [optimizer])
+    settings = as_config(config, [optimizer], waited_for="drive")
     kept = settings.offload_param.device == "cpu" and any(is_accelerator(p.device) for p in parameters_of(optimizer))
     if settings.offload_param.device == "nvme" or kept:
         raise ConfigError(
@@ -167,7 +167,8 @@ def offload(
     if config is None:
         raise ConfigError("config: none is given; call swapper.offload(model, optimizer, config)")
     optimizers, given = optimizers_of(optimizer)
-    settings = as_config(config, optimizers, _shards_and_others(model))
+    shards = _shards_and_others(model)
+    settings = as_config(config, optimizers, shards, waited_for="drive" if weights is None else "always")
     check_is_model(model)
     refuse_others(weights, optimizers, device)
     forget_failed_backward()

@@ -92,7 +92,7 @@ def from_pretrained(
     transformers = import_transformers()
     if isinstance(config, transformers.PreTrainedConfig):
         raise ConfigError("config: this is the model's; give that as model_config, and an OffloadConfig as config")
-    settings = as_config(config)
+    settings = as_config(config, waited_for="always")
     tells = kwargs.pop("output_loading_info", False)
     with outside_of_inference():  # What is made here is used outside of that mode too.
         with agreed(is_first_of_ranks(settings)):

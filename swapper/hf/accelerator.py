@@ -20,6 +20,7 @@ from swapper.errors import ConfigError
 from swapper.gradient.swapper import GradientSwapper
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.storage.agreement import agreed
 from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import swapper_of
 from swapper.tensors.sharded import is_sharded
@@ -65,9 +66,11 @@ def prepare(
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
+    with agreed(accelerator.num_processes > 1):
+        settings = as_config(config)
     if in_shards:
-        return tuple(_prepare_sharded(accelerator, accelerator.prepare, as_config(config), model, *optimizers, *others))
-    swap(accelerator, model, optimizers, as_config(config))
+        return tuple(_prepare_sharded(accelerator, accelerator.prepare, settings, model, *optimizers, *others))
+    swap(accelerator, model, optimizers, settings)
     return tuple(accelerator.prepare(model, *optimizers, *others))
 
 

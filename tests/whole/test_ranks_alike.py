@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import ranks
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -426,3 +428,51 @@ def refuse_shards(rank: int, directory: str) -> None:
 @pytest.mark.long
 def test_shards_are_refused_when_they_are_wrapped(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(refuse_shards, str(nvme_path))
+
+
+def refuse_a_config_of_one_rank(rank: int, directory: str) -> None:
+    """The other has one that is right, and would wait for this rank to use its own."""
+    good: dict[str, Any] = {**SIZES, **state_of(), "nvme_path": directory}
+    file = Path(directory).parent / f"{rank}.yaml"
+    wrong: list[tuple[Any, str]] = [
+        ({**good, "pool_bytes": "4 bananas"}, "pool_bytes"),
+        ({**good, "nvme_path": None}, "nvme_path"),
+        ({**good, **state_of("int9")}, r"offload_optimizer\.encoding"),
+        ({"offload_param": {"device": "nvme"}, "bananas": 4}, "bananas"),
+    ]
+    weights = Path(directory).parent / "weights.safetensors"
+    with group():
+        if rank == 0:
+            save_file(net_of().state_dict(), weights)
+        torch.distributed.barrier()
+        for bad, text in wrong:
+            for as_file in (False, True):
+                given: Any = bad if rank else good
+                if as_file:
+                    file.write_text(json.dumps(given))
+                    given = file
+                text_here = text if rank else f"^on rank 1: .*{text}"
+                for shard in (False, True):
+                    model: nn.Module = net_of()
+                    model = fully_shard(model) if shard else DistributedDataParallel(model)
+                    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                    with refused(text_here):
+                        swapper.wrap_optimizer(optimizer, given)
+                    with refused(text_here):
+                        swapper.offload(model, optimizer, given)
+                    assert not hasattr(optimizer, "swapper")
+                with refused(text_here), torch.device("meta"):
+                    swapper.offload(net_of(), config=given, weights=weights)
+                with refused(text_here):
+                    net = net_of()
+                    swapper.hf.prepare(Accelerator(cpu=True), net, torch.optim.AdamW(net.parameters()), given)
+        # Without a drive each rank is by itself, also with weights that stay in files.
+        if rank:
+            with pytest.raises(swapper.ConfigError, match="pool_bytes"):
+                given = {**SIZES, **state_of(device="cpu"), "pool_bytes": "4 bananas"}
+                swapper.wrap_optimizer(torch.optim.AdamW(net_of().parameters()), given)
+
+
+@pytest.mark.long
+def test_a_config_that_one_rank_refuses_is_refused_on_all(nvme_path: Path, leaves_nothing: None) -> None:
+    ranks.in_processes(refuse_a_config_of_one_rank, str(nvme_path))
