@@ -566,7 +566,11 @@ class TensorStore:
                     directory,
                     f"a scratch file of {format_bytes(length_bytes)} is needed here",
                 ) from error
-            yield file
+            try:
+                yield file
+            finally:
+                with interrupts_deferred():  # Likewise.
+                    stack.close()
 
     def close(self) -> None:
         """Remove the run directories and give their locks back. No transfer may be in flight. Idempotent."""

@@ -843,7 +843,7 @@ def test_scratch_is_a_file_without_a_name_that_lives_as_long_as_its_views(nvme_p
     assert not mapped() and len(os.listdir("/proc/self/fd")) <= descriptors, "its space is free again"
 
 
-@pytest.mark.parametrize("what", ["scratch", "check"])
+@pytest.mark.parametrize("what", ["scratch", "left", "check"])
 def test_ctrl_c_while_a_temporary_file_is_made_drops_none_that_is_open(
     what: str, nvme_path: Path, store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -855,14 +855,19 @@ def test_ctrl_c_while_a_temporary_file_is_made_drops_none_that_is_open(
         with contextlib.ExitStack() as stack:
             if what == "check":
                 interrupted = interrupted_at(place, lambda: check_nvme_path(nvme_path), "/tempfile.py")
+            elif what == "left":
+                stack.enter_context(store.scratch_file(4096))
+                interrupted = interrupted_at(place, stack.close, "/tempfile.py")
             else:
                 make = functools.partial(stack.enter_context, store.scratch_file(4096))
                 interrupted = interrupted_at(place, make, "/tempfile.py")
         gc.collect()
-        assert (dropped, sorted(nvme_path.rglob("*"))) == ([], before), place
-        if not interrupted:
+        others = [error for error in dropped if not isinstance(error, KeyboardInterrupt)]  # In a finalizer, that is.
+        assert (others, sorted(nvme_path.rglob("*"))) == ([], before), place
+        if not interrupted and not dropped:
             break
-    assert place > 10
+        dropped.clear()
+    assert place > 5
 
 
 def test_two_scratch_files_are_two(store: TensorStore) -> None:
