@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 # Threads that spin while they wait take the cores from the engine and from tests beside this one; no bits depend on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"not under AddressSanitizer: {mark.args[0]}"))
 
 
+def constants() -> dict[str, Any]:
+    """What tests and libraries that they use change for a time: torch's default dtype, and constants of modules."""
+    found: dict[str, Any] = {"torch's default dtype": torch.get_default_dtype()}
+    for module, contents in [(name, vars(module)) for name, module in sys.modules.items() if name[:8] == "swapper."]:
+        for name, value in [*contents.items()]:
+            if name.isupper() and isinstance(value, (int, float)):
+                found[f"{module}.{name}"] = value
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _constants_stay() -> Iterator[None]:
+    """A test that leaves others fails itself, and not one that comes after it. First of all fixtures, and ends last."""
+    before = constants()
+    yield
+    after = constants()
+    changed = {name: (value, after[name]) for name, value in before.items() if after.get(name, value) != value}
+    torch.set_default_dtype(before.pop("torch's default dtype"))
+    for name in changed.keys() & before.keys():
+        module, _, constant = name.rpartition(".")
+        setattr(sys.modules[module], constant, before[name])
+    assert not changed, "this test has left them changed, of what they were"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _tmpfs_is_allowed() -> Iterator[None]:
     """The directory for temporary files is in memory on many machines."""
@@ -86,16 +112,6 @@ def _threads_are_restored() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _default_dtype_stays() -> Iterator[None]:
-    """Lightning and Transformers set it while they build a model or run it; left so, it would fail a later test."""
-    before = torch.get_default_dtype()
-    yield
-    after = torch.get_default_dtype()
-    torch.set_default_dtype(before)
-    assert after == before, f"this test has left {after} as torch's default"
 
 
 @pytest.fixture

@@ -387,11 +387,14 @@ def test_check_says_what_a_round_reads_and_what_is_needed(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_of_what_is_cast_the_least_pool_will_do_and_every_larger_one(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_what_is_cast_the_least_pool_will_do_and_every_larger_one(seed: int, tmp_path: Path) -> None:
     """Whatever `bucket_bytes` follows of it: records of several matrices have room for what these are cast from."""
-    monkeypatch.setattr(parameter_records, "GROUP_BYTES", 16 << 20)
+    with pytest.MonkeyPatch.context() as patch:  # The test's own would end after the fixture that has them short.
+        patch.setattr(parameter_records, "GROUP_BYTES", 16 << 20)
+        _check_sizes_of_pools(seed, tmp_path)
+
+
+def _check_sizes_of_pools(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     saved, asked = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)][seed % 2]
     model = hollow(nn.Sequential(*(nn.Linear(512, chance.choice([64, 300, 499]), False) for _ in range(12))).to(asked))
