@@ -76,17 +76,24 @@ def check_fits(path: str, files: FilesRead, model: torch.nn.Module) -> None:
 
 
 def _check_blocks(path: str, files: FilesRead, name: str, weight: torch.Tensor) -> None:
-    block = getattr(weight, "block_size", None)
-    if not isinstance(block, (list, tuple)) or len(block) != weight.dim():
+    if (blocks := _blocks(weight)) is None:
         return
-    blocks = tuple(-(-size // max(int(each), 1)) for size, each in zip(weight.shape, block, strict=True))
     for key, each in _inside(weight):
-        # Some versions of torchao have them flat.
-        if key in ("scale", "zero_point") and each.shape != blocks and each.shape != (math.prod(blocks),):
+        # Their shape is not that of the blocks in all classes and versions of torchao.
+        if key in ("scale", "zero_point") and each.numel() != math.prod(blocks):
             raise SwapError(
                 f"{path} does not fit the model: {name}._weight_{key} is {tuple(each.shape)}, and {name}.weight has "
-                f"{math.prod(blocks)} blocks of {tuple(block)} (in {files}); copy or download the model again"
+                f"{math.prod(blocks)} blocks of {tuple(vars(weight)['block_size'])} (in {files}); copy or download "
+                "the model again"
             )
+
+
+def _blocks(weight: torch.Tensor) -> tuple[int, ...] | None:
+    """The number of blocks in each dimension; None of a class that does not say."""
+    block = getattr(weight, "block_size", None)
+    if not isinstance(block, (list, tuple)) or len(block) != weight.dim():
+        return None
+    return tuple(-(-size // max(int(each), 1)) for size, each in zip(weight.shape, block, strict=True))
 
 
 def _inside(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,15 +119,16 @@ class _Tried:
 
     def __call__(self, weight: torch.Tensor) -> str:
         """Say what is wrong with all that is made as `weight`; "" if it fits."""
-        kind = (type(weight), weight.dtype, weight.shape[1], _made(weight))
+        kind = (type(weight), weight.dtype, weight.shape, _made(weight))
         if kind not in self._wrong:
             found = [_why_not(weight, made) for asked in self._asked if (made := _quantised(weight, asked)) is not None]
             self._wrong[kind] = found[0] if found and all(found) else ""
         return self._wrong[kind]
 
 
-def _made(weight: torch.Tensor) -> tuple[tuple[str, torch.dtype, int], ...]:
-    return tuple((key, each.dtype, each.dim()) for key, each in _inside(weight))
+def _made(weight: torch.Tensor) -> tuple[tuple[str, torch.dtype, int, bool], ...]:
+    blocks = _blocks(weight)
+    return tuple((key, each.dtype, each.dim(), each.shape == blocks) for key, each in _inside(weight))
 
 
 def _quantised(weight: torch.Tensor, asked: Any) -> torch.Tensor | None:
@@ -148,7 +156,9 @@ def _why_not(weight: torch.Tensor, made: torch.Tensor) -> str:
     try:
         for key in inner.keys() & like.keys():
             there = inner[key].to(like[key].dtype)
-            inner[key] = there.flatten() if like[key].dim() == 1 else there
+            if there.shape == _blocks(made) and like[key].shape != _blocks(weight):
+                there = there.t() if like[key].dim() == 2 else there.flatten()
+            inner[key] = there
         _, context = made.__tensor_flatten__()  # type: ignore[attr-defined]
         _compute(type(made).__tensor_unflatten__(inner, context, made.shape, made.stride()))  # type: ignore[attr-defined]
     except Exception as error:

@@ -113,7 +113,7 @@ def test_scales_of_another_matrix_are_an_error_with_their_name(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["uint8", "int32", "float32", "float8_e5m2", "flat"])
+@pytest.mark.parametrize("how", ["uint8", "int32", "float32", "float8_e5m2", "flat", "transposed"])
 @pytest.mark.parametrize("kind", ["int8", "int8 activations too", "float8"])
 def test_parts_of_another_dtype_or_shape_work_as_in_memory_or_are_an_error(
     kind: str, how: str, nvme_path: Path, tmp_path: Path
@@ -123,7 +123,8 @@ def test_parts_of_another_dtype_or_shape_work_as_in_memory_or_are_an_error(
     tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     refused = 0
     for name in [name for name in tensors if "layers.1.mlp.up_proj." in name]:
-        change(path, name, tensors[name].flatten() if how == "flat" else tensors[name].to(getattr(torch, how)))
+        shaped = {"flat": torch.Tensor.flatten, "transposed": lambda tensor: tensor.t().contiguous()}
+        change(path, name, shaped[how](tensors[name]) if how in shaped else tensors[name].to(getattr(torch, how)))
         try:
             expected = transformers.AutoModelForCausalLM.from_pretrained(path)(tokens).logits
         except Exception:
@@ -136,9 +137,9 @@ def test_parts_of_another_dtype_or_shape_work_as_in_memory_or_are_an_error(
             model.swapper.close()
         change(path, name, tensors[name])
     assert refused == {
-        "int8 activations too": {"uint8": 1, "int32": 1, "float32": 1, "float8_e5m2": 2, "flat": 1},
-        "float8": {"float8_e5m2": 1, "flat": 2},
-        "int8": {"flat": 1},
+        "int8 activations too": {"uint8": 1, "int32": 1, "float32": 1, "float8_e5m2": 2, "flat": 1, "transposed": 1},
+        "float8": {"float8_e5m2": 1, "flat": 2, "transposed": 2},
+        "int8": {"flat": 1, "transposed": 1},
     }[kind].get(how, 0)
     assert list(nvme_path.iterdir()) == []
 
