@@ -85,25 +85,16 @@ def constants() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _constants_stay() -> Iterator[None]:
-    """A test that leaves others fails itself, and not one that comes after it. First of all fixtures, and ends last."""
+def _constants_are_restored() -> Iterator[None]:
+    """A test's `monkeypatch` may be older than a fixture that sets the same, and then puts back what that has set."""
     before = constants()
     yield
-    after = constants()
-    changed = {name: (value, after[name]) for name, value in before.items() if after.get(name, value) != value}
     torch.set_default_dtype(before.pop("torch's default dtype"))
-    for name in changed.keys() & before.keys():
-        module, _, constant = name.rpartition(".")
-        setattr(sys.modules[module], constant, before[name])
-    assert not changed, "this test has left them changed, of what they were"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _tmpfs_is_allowed() -> Iterator[None]:
-    """The directory for temporary files is in memory on many machines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SWAPPER_ALLOW_TMPFS", "1")
-        yield
+    after = constants()
+    for name, value in before.items():
+        if after.get(name, value) != value:
+            module, _, constant = name.rpartition(".")
+            setattr(sys.modules[module], constant, value)
 
 
 @pytest.fixture(autouse=True)
