@@ -79,7 +79,7 @@ def constants() -> dict[str, Any]:
     found: dict[str, Any] = {"torch's default dtype": torch.get_default_dtype()}
     for module, contents in [(name, vars(module)) for name, module in sys.modules.items() if name[:8] == "swapper."]:
         for name, value in [*contents.items()]:
-            if name.isupper() and isinstance(value, (int, float)):
+            if name.isupper() and type(value) in (int, float):
                 found[f"{module}.{name}"] = value
     return found
 
@@ -95,6 +95,14 @@ def _constants_are_restored() -> Iterator[None]:
         if after.get(name, value) != value:
             module, _, constant = name.rpartition(".")
             setattr(sys.modules[module], constant, value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tmpfs_is_allowed() -> Iterator[None]:
+    """The directory for temporary files is in memory on many machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWAPPER_ALLOW_TMPFS", "1")
+        yield
 
 
 @pytest.fixture(autouse=True)
