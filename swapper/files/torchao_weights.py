@@ -22,7 +22,7 @@ from swapper.tensors.inner import is_wrapper
 __all__ = ["check_fits", "check_parts"]
 
 _ROWS = 256
-"""The most rows of a matrix with which is tried how torchao computes: with other weights than those of the model."""
+"""The most rows of the matrix that torchao quantises to try if it can compute."""
 
 
 def check_parts(files: Sequence[Path]) -> None:
@@ -78,13 +78,13 @@ def check_fits(path: str, files: FilesRead, model: torch.nn.Module) -> None:
 def _check_blocks(path: str, files: FilesRead, name: str, weight: torch.Tensor) -> None:
     if (blocks := _blocks(weight)) is None:
         return
+    block: Any = getattr(weight, "block_size", None)
     for key, each in _inside(weight):
         # Their shape is not that of the blocks in all classes and versions of torchao.
         if key in ("scale", "zero_point") and each.numel() != math.prod(blocks):
             raise SwapError(
                 f"{path} does not fit the model: {name}._weight_{key} is {tuple(each.shape)}, and {name}.weight has "
-                f"{math.prod(blocks)} blocks of {tuple(vars(weight)['block_size'])} (in {files}); copy or download "
-                "the model again"
+                f"{math.prod(blocks)} blocks of {tuple(block)} (in {files}); copy or download the model again"
             )
 
 
@@ -103,11 +103,11 @@ def _inside(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Tried:
-    """Tells if torchao can compute with weights like those of a file. It is tried with a few rows, which torchao has
-    quantised itself as the model's config says, and which are given the dtypes and numbers of dimensions of the file.
+    """Tells if torchao can compute with weights like those of a file. It tries a few rows, which torchao has quantised
+    itself as the model's config says, and which are given the dtypes and dimensions that the file has.
 
-    Each kind is tried once. Fit is taken to be what torchao has not made so, or does not compute with here, where all
-    is as it should be: it may on the device where the model will.
+    Each kind is tried once. A kind counts as right if torchao makes none of its class by that config, or cannot compute
+    here with what it has made itself: it may on the device of the model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
