@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 
 # Threads that spin while they wait take the cores from the engine and from tests beside this one; no bits depend on it.
@@ -72,6 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs root"))
         if (mark := item.get_closest_marker("unsanitized")) and SANITIZED:
             item.add_marker(pytest.mark.skip(reason=f"not under AddressSanitizer: {mark.args[0]}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """Say by what a worker ended: a thread whose stack overflows, say, ends it without a word of its own."""
+    worker = report.node.gateway._io.popen
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.wait(60)
+    report.longrepr += f"; it ended with {worker.returncode}, a signal's number below 0"
 
 
 def constants() -> dict[str, Any]:

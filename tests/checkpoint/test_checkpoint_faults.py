@@ -7,6 +7,7 @@ import errno
 import fcntl
 import gc
 import io
+import logging
 import os
 import shutil
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from checkpoints import SmallTraining, annexes_in, whole
 from interrupts import interrupted_at
+from isolation import alone
 from sampling import ALL, places
 
 from swapper.checkpoint import index
@@ -34,7 +36,7 @@ class CallFails:
         self.failed = ""
         self.spared: int | None = None
         """The thread whose calls do not count."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A finalizer may call, too, while it is held.
         for name in ("rename", "link", "fsync", "open", "mkdir", "unlink", "rmdir", "listdir", "fchmod", "pread"):
             self._let_fail(patch, os, name)
         self._let_fail(patch, fcntl, "flock")
@@ -103,58 +105,60 @@ def places_of(where: str, here: Path, elsewhere: Path) -> tuple[Path, Path | Non
     return elsewhere / "saves", {"annex": here / "drive", "copied annex": elsewhere / "drive"}.get(where)
 
 
-def nothing_but(checkpoint: Path, annex: Path | None, caplog: pytest.LogCaptureFixture, where: str) -> None:
-    """No annex is there but those of the checkpoint, and those that the log has named as left."""
+def nothing_but(checkpoint: Path, annex: Path | None, said: str, where: str) -> None:
+    """No annex is there but those of the checkpoint, and those that the log, `said`, has named as left."""
     if annex is not None:
         for name in {*os.listdir(annex)} - annexes_in(checkpoint):
-            assert name in caplog.text, where
+            assert name in said, where
             shutil.rmtree(annex / name)
+
+
+def any_call_fails(where: str, here: Path, elsewhere: Path) -> None:
+    parent, annex = places_of(where, here, elsewhere)
+    said = io.StringIO()
+    logging.getLogger("swapper").addHandler(logging.StreamHandler(said))
+    training = SmallTraining(here).steps(2)
+    training.save(parent / "saved", annex).wait()
+    training.save(parent / "saved", annex).wait()
+    gc.collect()
+    with pytest.MonkeyPatch.context() as patch:
+        fails = CallFails(patch)
+        held = held_by_process()
+        raised = 0
+        every = 1 if where in ("linked", "annex") else 3
+        for n in places(every, sample=3 * every):
+            before = (parent / "saved" / "index.json").read_bytes()
+            error: BaseException | None = None
+            with fails.at(n):
+                try:
+                    handle = training.save(parent / "saved", annex)
+                    fails.spared = threading.get_ident()
+                    training.steps()
+                    handle.wait()
+                except SwapError as caught:
+                    error = caught
+            if not fails.failed:
+                break
+            if error is not None:
+                raised += 1
+                assert isinstance(error, SwapIOError) and error.filename, fails.failed
+                assert (parent / "saved" / "index.json").read_bytes() == before, fails.failed
+                assert whole(parent / "saved"), fails.failed
+            del error
+            training.save(parent / "saved", annex).wait()
+            assert os.listdir(parent) == ["saved"], fails.failed
+            nothing_but(parent / "saved", annex, said.getvalue(), fails.failed)
+            at_most(held, fails.failed)
+    assert raised > (20 if ALL else 5)
+    assert training.everything() == SmallTraining(None).steps(training.turn).everything()
+    assert SmallTraining(None).load(parent / "saved").everything() == training.load(parent / "saved").everything()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["linked", "copied", "annex", "copied annex"])
-def test_any_call_fails(
-    where: str,
-    tmp_path: Path,
-    elsewhere: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    parent, annex = places_of(where, tmp_path, elsewhere)
-    training = SmallTraining(tmp_path).steps(2)
-    training.save(parent / "saved", annex).wait()
-    training.save(parent / "saved", annex).wait()
-    gc.collect()
-    fails = CallFails(monkeypatch)
-    held = held_by_process()
-    raised = 0
-    every = 1 if where in ("linked", "annex") else 3
-    for n in places(every, sample=3 * every):
-        before = (parent / "saved" / "index.json").read_bytes()
-        error: BaseException | None = None
-        with fails.at(n):
-            try:
-                handle = training.save(parent / "saved", annex)
-                fails.spared = threading.get_ident()
-                training.steps()
-                handle.wait()
-            except SwapError as caught:
-                error = caught
-        if not fails.failed:
-            break
-        if error is not None:
-            raised += 1
-            assert isinstance(error, SwapIOError) and error.filename, fails.failed
-            assert (parent / "saved" / "index.json").read_bytes() == before, fails.failed
-            assert whole(parent / "saved"), fails.failed
-        del error
-        training.save(parent / "saved", annex).wait()
-        assert os.listdir(parent) == ["saved"], fails.failed
-        nothing_but(parent / "saved", annex, caplog, fails.failed)
-        at_most(held, fails.failed)
-    assert raised > (20 if ALL else 5)
-    assert training.everything() == SmallTraining(None).steps(training.turn).everything()
-    assert SmallTraining(None).load(parent / "saved").everything() == training.load(parent / "saved").everything()
+def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path) -> None:
+    """In a process of its own: it counts what the process has, and lets calls of any of its threads fail."""
+    alone(any_call_fails, where, tmp_path, elsewhere, timeout_s=540)
 
 
 EVERY = {
@@ -189,7 +193,7 @@ def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path, caplog
             assert whole(parent / "saved"), (file_name, n)
             training.steps().save(parent / "saved", annex).wait()
             assert os.listdir(parent) == ["saved"], (file_name, n)
-            nothing_but(parent / "saved", annex, caplog, f"{file_name}, {n}")
+            nothing_but(parent / "saved", annex, caplog.text, f"{file_name}, {n}")
             at_most(held, f"{file_name}, {n}")
         assert n, file_name
     assert training.everything() == SmallTraining(None).steps(training.turn).everything()
