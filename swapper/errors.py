@@ -7,6 +7,7 @@ A bug in swapper itself is an `AssertionError`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno as _errno
 import os
 from collections.abc import Iterator
@@ -102,14 +103,13 @@ def renewed(
     Args:
         operation, path, detail: replace those of `error` where they are not empty.
     """
-    return SwapIOError(
-        error.errno or _errno.EIO,
-        operation or error.operation,
-        path or error.path,
-        error.offset_bytes,
-        error.length_bytes,
-        detail or error.detail,
-    )
+    new = copy.copy(error)  # Of the same class, and without what the first one got since it was made.
+    new.operation = operation or error.operation
+    new.path = os.fspath(path or error.path)
+    new.detail = detail or error.detail
+    number = error.errno or _errno.EIO
+    OSError.__init__(new, number, new._message(number), new.path or None)
+    return new
 
 
 def is_memory_shortage(error: BaseException) -> bool:

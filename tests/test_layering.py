@@ -63,7 +63,7 @@ PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.budget"}
 """Arithmetic: neither torch nor input and output."""
 
 PURE_MODULES = {
-    *("__future__", "collections", "dataclasses", "enum", "errno"),
+    *("__future__", "collections", "copy", "dataclasses", "enum", "errno"),
     *("functools", "itertools", "json", "math", "typing"),
 }
 

@@ -6,6 +6,7 @@ others how it went before any of them goes on.
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import secrets
@@ -376,7 +377,8 @@ def agreed(together: bool = True) -> Iterator[None]:
         together: False if other ranks may not do the same: then nothing is asked. The same on all ranks.
 
     Raises:
-        ConfigError, SwapIOError, SwapError: what another rank raised, with its number; the lowest of several.
+        SwapError: what another rank raised, of the same class and with its number; the lowest of several. What is of
+            no class of swapper's is a SwapError with its text.
         SwapError: other ranks are within another call.
         Exception: what this rank raised, as it is.
     """
@@ -419,6 +421,8 @@ def _as_raised_here(error: Exception, rank: int) -> SwapError:
     where = f"on rank {rank}"
     if isinstance(error, SwapIOError):
         return renewed(error, detail=f"{error.detail}; {where}" if error.detail else where)
-    kind = ConfigError if isinstance(error, ConfigError) else SwapError
-    text = str(error) if isinstance(error, SwapError) else f"{type(error).__name__}: {error}"
-    return kind(f"{where}: {text}")
+    if isinstance(error, SwapError):
+        new = copy.copy(error)
+        new.args = (f"{where}: {error}",)
+        return new
+    return SwapError(f"{where}: {type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -21,9 +22,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from swapper.errors import SwapError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.storage import agreement
 from swapper.storage.agreement import _gloos, agreed, exchanged, leave_note, notes_of
+from swapper.storage.buffers import PoolExhausted
+from swapper.storage.mounts import NvmePathError
 
 
 def be_apart(rank: int) -> None:
@@ -46,6 +49,31 @@ def be_apart(rank: int) -> None:
 
 def test_ranks_that_make_different_calls_are_told() -> None:
     in_processes(be_apart)
+
+
+def raise_each(rank: int) -> None:
+    errors: list[SwapError] = [
+        SwapError("why"),
+        ConfigError("why"),
+        PoolExhausted("why"),
+        SwapIOError(errno.EIO, "read", "/a/file", 512, 1024, "why"),
+        SwapIOError(errno.EIO, "read"),
+        NvmePathError(errno.ENOENT, "open", "/a/directory", "why"),
+    ]
+    for error in errors:
+        with pytest.raises(type(error)) as caught, agreed():
+            if rank == 1:
+                raise error
+        assert type(caught.value) is type(error)
+        if rank == 0:
+            assert "on rank 1" in str(caught.value) and ("why" in str(caught.value)) == ("why" in str(error))
+            of_drive = ("errno", "filename", "operation", "path", "offset_bytes", "length_bytes")
+            assert all(getattr(caught.value, name, None) == getattr(error, name, None) for name in of_drive)
+
+
+def test_an_error_of_one_rank_has_its_class_on_all() -> None:
+    """Who catches `ConfigError` on all ranks catches it on all."""
+    in_processes(raise_each)
 
 
 def save_beside_steps(rank: int, directory: str) -> None:
