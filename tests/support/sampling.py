@@ -5,7 +5,7 @@ is the product of several options runs so that each value of each option occurs,
 long one in ten runs, all of them if their file is named. Of a case that runs with unpacked and with packed state
 (`packed_state`) one of the two runs.
 
-With SWAPPER_TESTS=all all cases run, but for these. Of a test that is the product of many options three times as many
+With SWAPPER_TESTS=all all cases run, but for these. Of a test that is the product of many options twice as many
 run as by default. Where each of many cases runs in two orders of a simulated device's work, it runs in one of them.
 Where a test takes long, half of its cases run, or, if it has several options, so many that each value of each occurs.
 All cases run with SWAPPER_TESTS=every.
@@ -153,7 +153,7 @@ def _drawn_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 _LONG_ONES = 10
 """One of so many runs."""
 
-_MORE = 3
+_MORE = 2
 """So many times as many cases of a test that is sampled run with SWAPPER_TESTS=all."""
 
 
