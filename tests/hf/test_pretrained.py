@@ -396,6 +396,29 @@ def test_what_is_broken_is_an_error_with_its_name(
     assert list(nvme_path.iterdir()) == []
 
 
+WHOLE_NUMBERS = [
+    *(("llama", name) for name in ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight")),
+    ("llama", "model.layers.1.self_attn.q_proj.weight"),
+    *(("mixtral", f"model.layers.1.block_sparse_moe.{name}.weight") for name in ("gate", "experts.0.w2")),
+    ("gpt2", "transformer.h.1.attn.c_attn.bias"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(("kind", "name"), WHOLE_NUMBERS)
+def test_whole_numbers_are_no_weights(
+    kind: str, name: str, dtype: torch.dtype, nvme_path: Path, tmp_path: Path
+) -> None:
+    """transformers casts them, without a word: codes whose config is lost, or a damaged header."""
+    save_tiny(tmp_path / "model", kind, torch.bfloat16)
+    [path] = [path for path in (tmp_path / "model").glob("*.safetensors") if name in load_file(path)]
+    change(tmp_path / "model", name, load_file(path)[name].to(dtype))
+    says = rf"{path.name} does not fit the model: tensor {re.escape(name)} is {dtype}, and in the model torch.bfloat16"
+    with pytest.raises(swapper.SwapError, match=says):
+        pretrained(nvme_path, tmp_path / "model")
+    assert list(nvme_path.iterdir()) == []
+
+
 def test_experts_that_do_not_fit_together_are_an_error_with_their_name(nvme_path: Path, tmp_path: Path) -> None:
     """transformers has names in a report that it logs, and none in its error."""
     save_tiny(tmp_path / "model", "mixtral", torch.float32)
