@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from swapper.files.packed_tensors import Unpacking
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, RowWise, Step
 
-__all__ = ["PackedPart", "packed_parts_of", "pieces_of", "rows_of"]
+__all__ = ["PackedPart", "moved_by", "packed_parts_of", "pieces_of", "rows_of"]
 
 _ATEN = torch.ops.aten
 
@@ -38,6 +39,21 @@ _NARROWS = {
     _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.slice.Tensor, _ATEN.select.int,
 }  # fmt: skip
 """These select along one dimension."""
+_MOVES = _RESHAPES | _NARROWS | {
+    _ATEN.stack.default, _ATEN.cat.default, _ATEN.transpose.int, _ATEN.t.default, _ATEN.permute.default,
+    _ATEN._to_copy.default,
+}  # fmt: skip
+"""These give elements of their arguments, in another order or dtype."""
+
+
+def moved_by(recipe: Recipe) -> Iterator[StoredTensor]:
+    """Yield the tensors in files that give `recipe` its elements as they are, or cast: nothing is computed of them."""
+    if isinstance(recipe, StoredTensor):
+        yield recipe
+    elif recipe.operator in _MOVES:
+        for item in tree_iter(recipe.args, is_leaf=lambda item: isinstance(item, Recipe)):
+            if isinstance(item, Recipe):
+                yield from moved_by(item)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from swapper.errors import ConfigError, SwapError
 from swapper.files.dequantised import DEQUANTISES, dequantised
 from swapper.files.model_weights import ModelWeights
 from swapper.files.packed_tensors import PackedTensor, read_tensors, recipe_of
 from swapper.files.prequantised import Unfilled, prequantised, untouched
-from swapper.files.recipe_parts import pieces_of
+from swapper.files.recipe_parts import moved_by, pieces_of
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Recipe, Step, Unread
 from swapper.tensors.dtypes import NAMES
@@ -259,30 +258,14 @@ def _check_dtype(tensor: torch.Tensor, recipe: Recipe) -> None:
     """Refuse integers or booleans that transformers would cast to weights: they are codes, or the file is damaged.
 
     Raises:
-        SwapError: see above. What more than casts and moves elements, as what makes weights of codes, is not looked at.
+        SwapError: see above. Integers that weights are computed from are not looked at.
     """
-    if not tensor.dtype.is_floating_point:
-        return
-    if isinstance(recipe, StoredTensor):
-        if not (recipe.dtype.is_floating_point or recipe.dtype.is_complex):
+    for source in moved_by(recipe) if tensor.dtype.is_floating_point else ():
+        if not (source.dtype.is_floating_point or source.dtype.is_complex):
             raise SwapError(
-                f"{recipe.path} does not fit the model: tensor {recipe.name} is {recipe.dtype}, and in the model "
+                f"{source.path} does not fit the model: tensor {source.name} is {source.dtype}, and in the model "
                 f"{tensor.dtype}; copy or download it again, or load weights of this model"
             )
-    elif recipe.operator in _MOVES:
-        for part in tree_iter(recipe.args, is_leaf=lambda item: isinstance(item, Recipe)):
-            if isinstance(part, Recipe):
-                _check_dtype(tensor, part)
-
-
-_ATEN = torch.ops.aten
-_MOVES = {
-    *(_ATEN._to_copy.default, _ATEN.clone.default, _ATEN.stack.default, _ATEN.cat.default, _ATEN.t.default),
-    *(_ATEN.transpose.int, _ATEN.permute.default, _ATEN.view.default, _ATEN._unsafe_view.default),
-    *(_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.slice.Tensor, _ATEN.select.int),
-    *(_ATEN.squeeze.dim, _ATEN.unsqueeze.default, _ATEN.unbind.int),
-}
-"""Operators whose results have elements of their arguments."""
 
 
 def _make_hollow_inside(
