@@ -85,27 +85,41 @@ def pytest_handlecrashitem(report: Any) -> None:
     report.longrepr += f"; it ended with {worker.returncode}, a signal's number below 0"
 
 
-def constants() -> dict[str, Any]:
-    """What tests and libraries that they use change for a time: torch's default dtype, and constants of modules."""
-    found: dict[str, Any] = {"torch's default dtype": torch.get_default_dtype()}
-    for module, contents in [(name, vars(module)) for name, module in sys.modules.items() if name[:8] == "swapper."]:
-        for name, value in [*contents.items()]:
-            if name.isupper() and type(value) in (int, float):
-                found[f"{module}.{name}"] = value
-    return found
+class Constants:
+    """Values that tests, and libraries that they use, change for a time: torch's default dtype, constants of modules."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}  # Of each module: looked for once, since there are 10,000 tests.
+
+    def now(self) -> dict[tuple[str, str], Any]:
+        return {
+            (module, name): value
+            for module in list(sys.modules)
+            if module[:8] == "swapper."
+            for name in self._names_in(module)
+            if (value := getattr(sys.modules[module], name, None)) is not None
+        }
+
+    def _names_in(self, module: str) -> list[str]:
+        if module not in self._names:
+            contents = vars(sys.modules[module])
+            self._names[module] = [n for n, value in contents.items() if n.isupper() and type(value) in (int, float)]
+        return self._names[module]
+
+
+CONSTANTS = Constants()
 
 
 @pytest.fixture(autouse=True)
 def _constants_are_restored() -> Iterator[None]:
     """A test's `monkeypatch` may be older than a fixture that sets the same, and then puts back what that has set."""
-    before = constants()
+    dtype, before = torch.get_default_dtype(), CONSTANTS.now()
     yield
-    torch.set_default_dtype(before.pop("torch's default dtype"))
-    after = constants()
-    for name, value in before.items():
-        if after.get(name, value) != value:
-            module, _, constant = name.rpartition(".")
-            setattr(sys.modules[module], constant, value)
+    torch.set_default_dtype(dtype)
+    after = CONSTANTS.now()
+    for (module, name), value in before.items():
+        if after.get((module, name), value) != value:
+            setattr(sys.modules[module], name, value)
 
 
 @pytest.fixture(scope="session", autouse=True)
