@@ -86,7 +86,7 @@ def pytest_handlecrashitem(report: Any) -> None:
 
 
 class Constants:
-    """Values that tests, and libraries that they use, change for a time: torch's default dtype, constants of modules."""
+    """Constants of modules, which tests change for a time, and libraries that they use."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}  # Of each module: looked for once, since there are 10,000 tests.
