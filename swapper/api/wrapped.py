@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
@@ -40,9 +41,11 @@ def of(optimizer: Optimizer) -> OptimizerSwapper:
     """The `OptimizerSwapper` of a wrapped optimizer: `optimizer.swapper`, typed.
 
     Raises:
-        SwapError: it is not wrapped.
+        SwapError: it is not wrapped, or no optimizer.
     """
     swapper = getattr(optimizer, "swapper", None)
+    if isinstance(optimizer, torch.nn.Module):
+        raise SwapError("a model is not wrapped; pass its optimizer, or use model.swapper, which moves the parameters")
     if not isinstance(swapper, OptimizerSwapper):
         raise SwapError("this optimizer is not wrapped; call swapper.wrap_optimizer(optimizer, config)")
     return swapper

@@ -255,6 +255,8 @@ def test_not_an_optimizer(nvme_path: Path, leaves_nothing: None, thing: Any) -> 
     for function in (swapper.of, swapper.unwrap_optimizer):
         with pytest.raises(swapper.SwapError, match="not wrapped"):
             function(thing)
+    with pytest.raises(swapper.SwapError, match=r"model\.swapper"):
+        swapper.of(make_model())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["dict", "path", "str", "json"])
