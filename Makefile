@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_FLAGS := --no-input --disable-pip-version-check -c constraints.txt
+PIP_FLAGS := --no-input --disable-pip-version-check --no-compile -c constraints.txt
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 
 # Threads that wait should sleep: spinning ones take the cores that the I/O threads, or another program, need.
@@ -14,8 +14,8 @@ export OMP_WAIT_POLICY
 # back, so that a transfer into it is seen. The format names the library of each frame: tests/support/lost_memory.py
 # looks for ours.
 # Tests: whatever uses the core directly, and one file of it all from the top; the others are about arithmetic. Those
-# that are long and use it only to let a drive fail, or count what Python does, are left out, and those on the simulated
-# device, which is not there.
+# that are long and use it only to let a drive fail, or count what Python does, are left out, those of what ranks tell
+# each other, and those on the simulated device, which is not there.
 ASAN := build/asan
 ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:allocator_may_return_null=1:stack_trace_format="    \#%n %p %F %L %M"'
@@ -25,7 +25,8 @@ USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memo
 NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses from_files unread \
     checkpoint_damage checkpoint_faults checkpoint_uses checkpoint_directory hostile_weights offload gathered scaling \
     cli_report devices device_parameters from_files_on_device device_step_waits device_writes direct_state drawn_faults \
-    fsdp_gradients fsdp_device_gradients fsdp_parameter_failures offloaded_cache budget))
+    fsdp_gradients fsdp_device_gradients fsdp_parameter_failures offloaded_cache budget speeds_of_ranks agreement \
+    collectives))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
 # Each third file of them, from the n-th on.
@@ -177,4 +178,6 @@ $(VENV)/.made: constraints.txt
 $(VENV)/.built: $(VENV)/.made pyproject.toml setup.py $(NATIVE)
 	@echo "Building the native core, installing the tools"
 	@$(BIN)/pip install $(PIP_FLAGS) --quiet --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    >/dev/null || true  # Some of what others ship, as templates, is no program.
 	@touch $@
