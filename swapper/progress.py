@@ -1,9 +1,7 @@
-"""Progress bars on a terminal: tqdm's, without its thread; and warnings that are logged once."""
+"""Progress bars on a terminal: tqdm's, without its thread."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +9,9 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-__all__ = ["ProgressBar", "progress", "progress_bar", "warn_once"]
-
+__all__ = ["ProgressBar", "progress", "progress_bar"]
 
 _T = TypeVar("_T")
-
-
-@functools.cache
-def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning, if this process has not done so before."""
-    log.warning("%s", text)
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]  # Subscripts are for type checkers only.

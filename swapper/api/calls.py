@@ -35,7 +35,7 @@ from swapper.parameter.fsdp import prepare_groups, sharded_parameters
 from swapper.parameter.kept_owners import drop_unused_owners, forget_failed_backward
 from swapper.parameter.records import ParameterPlan, check_devices, check_torch, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.session import Shared, drive_speeds, is_done_by_all, made, pool_of_parameters
 from swapper.sizes import PAGE_BYTES
 from swapper.storage.agreement import agreed

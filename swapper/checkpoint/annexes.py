@@ -39,7 +39,7 @@ from pydantic import BaseModel
 
 from swapper.checkpoint.index import SavedAnnex, glance, look_at
 from swapper.errors import SwapError, SwapIOError, path_given, system_errors
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.storage.atomic import MARK, MarkedDirectory, all_at_once, locked_directory, remove_tree, sync_path
 from swapper.storage.runs import boot_id, run_directory_of
 

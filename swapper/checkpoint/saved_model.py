@@ -26,7 +26,7 @@ from swapper.parameter.cache import Held
 from swapper.parameter.candidates import modules_with_tensors
 from swapper.parameter.records import ParameterLocation
 from swapper.parameter.swapper import ParameterSwapper
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.storage.agreement import rank_count, rank_of_process
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor

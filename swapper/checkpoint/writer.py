@@ -37,7 +37,8 @@ from swapper.files.output_file import OutputFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
 from swapper.io.host_memory import bytes_of
-from swapper.progress import progress_bar, warn_once
+from swapper.process.warnings import warn_once
+from swapper.progress import progress_bar
 from swapper.storage.atomic import NewDirectory, all_at_once, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned

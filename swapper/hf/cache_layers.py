@@ -20,7 +20,7 @@ from swapper.errors import SwapError
 from swapper.hf.layer_tokens import LayerTokens
 from swapper.hf.token_records import TokenRecords
 from swapper.io.devices import refuse_in_graph
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 
 _TOO_OLD = (
     f"swapper.OffloadedCache needs transformers 5.15 or newer, and this is {transformers.__version__}, whose cache has "

@@ -30,6 +30,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io import _native, bounce
 from swapper.io.devices import is_accelerator
 from swapper.io.handle import AsyncIOHandle, File
+from swapper.process.warnings import warn_once
 
 __all__ = ["CuFileProbe", "GDSHandle", "probe_cufile"]
 
@@ -136,16 +137,15 @@ def _compatibility_mode(library: _native.CuFile, nvidia_fs: bool) -> str | None:
     return None
 
 
-@functools.cache
-def _warn_once(reason: str) -> None:
-    log.warning("device tensors go through memory of the host, not by GPUDirect Storage: %s", reason)
+def _warn(reason: str) -> None:
+    warn_once(log, f"device tensors go through memory of the host, not by GPUDirect Storage: {reason}")
 
 
 def _refused(error: SwapIOError) -> bool:
     """Tell if cuFile cannot do this transfer, though another way may; see `cufile_errno` in csrc/cufile.h."""
     if error.errno != errno.EOPNOTSUPP:
         return False
-    _warn_once(error.detail.partition(";")[0])  # Without which part of the transfer it was.
+    _warn(error.detail.partition(";")[0])  # Without which part of the transfer it was.
     return True
 
 
@@ -212,7 +212,7 @@ class GDSHandle(AsyncIOHandle):
             except SwapIOError as error:
                 self._reason = str(error)
         if self._gds is None:
-            _warn_once(self._reason)
+            _warn(self._reason)
 
     @property
     def gds_available(self) -> bool:
@@ -282,7 +282,7 @@ class GDSHandle(AsyncIOHandle):
                 try:
                     registration = self._library.register_memory(address, length_bytes, device)
                 except SwapIOError as error:
-                    _warn_once(f"memory cannot be pinned: {error.detail}")
+                    _warn(f"memory cannot be pinned: {error.detail}")
                     return False
                 pin = _pinned[address, length_bytes] = _Pin(length_bytes, registration, tensor.untyped_storage())
             self._pins[address] = pin
@@ -336,7 +336,7 @@ class GDSHandle(AsyncIOHandle):
             return None
         registered = self._try_to_register(file, _ordinal(tensor))
         if isinstance(registered, str):
-            _warn_once(registered)
+            _warn(registered)
             return None
         address, length = tensor.data_ptr() + start, stop - start
         pin, base = self._pin_around(address, length)

@@ -19,7 +19,7 @@ from swapper.errors import ConfigError, SwapError, show
 from swapper.io.devices import seeded_generators
 from swapper.optimizer.step_function import has_step_of_torch, unhooked_step
 from swapper.optimizer.twin import Twin, equal, raise_if_memory_is_short, same_bits, seeded, small_shape
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 
 __all__ = ["closure_of", "judge_closure_uses", "refuse_closure_uses", "tell_of_result"]
 

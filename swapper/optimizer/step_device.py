@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from swapper.errors import ConfigError
 from swapper.io.devices import free_bytes, is_accelerator
 from swapper.optimizer.device_slots import SLOTS
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.sizes import format_bytes
 
 __all__ = ["device_of", "has_room", "may_step_on_device", "step_bytes", "warn_of_for_loop"]

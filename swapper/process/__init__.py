@@ -1,1 +1,1 @@
-"""The process: what is done at its end, and Ctrl-C in the middle of something."""
+"""The process: what is done at its end, Ctrl-C in the middle of something, and warnings that it logs once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from swapper.errors import ConfigError, SwapIOError, system_errors
 from swapper.process.interrupts import interrupts_deferred
+from swapper.process.warnings import warn_once
 
 __all__ = [
     "MEMORY_FILE_SYSTEMS",
@@ -38,8 +38,6 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _NETWORK_FILE_SYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "glusterfs", "beegfs", "afs", "fuse.sshfs")
 )
-
-_warn_once = functools.cache(log.warning)
 
 
 class NvmePathError(ConfigError, SwapIOError):
@@ -70,16 +68,17 @@ def check_nvme_path(path: Path) -> None:
                 "drive, use device: cpu, or set the environment variable SWAPPER_ALLOW_TMPFS=1 if you mean it"
             )
     elif is_network_file_system(kind):
-        _warn_once(
-            f"nvme_path: {path} is on a network file system ({kind}); expect it to be slow, prefer a local drive"
+        warn_once(
+            log, f"nvme_path: {path} is on a network file system ({kind}); expect it to be slow, prefer a local drive"
         )
     elif kind == "overlay":
-        _warn_once(
-            f"nvme_path: {path} is on a container's overlay file system; mount a volume from a local drive instead"
+        warn_once(
+            log, f"nvme_path: {path} is on a container's overlay file system; mount a volume from a local drive instead"
         )
     elif _is_rotating(path):
-        _warn_once(
-            f"nvme_path: the kernel says that the drive of {path} rotates; a solid-state drive is many times faster"
+        warn_once(
+            log,
+            f"nvme_path: the kernel says that the drive of {path} rotates; a solid-state drive is many times faster",
         )
 
 
@@ -119,7 +118,7 @@ def check_nvme_paths(paths: Sequence[Path]) -> None:
     for file_system in file_systems(paths):
         if len(file_system.members) > 1:
             names = " and ".join(str(paths[i]) for i in file_system.members)
-            _warn_once(f"nvme_path: {names} are on one file system; together they are no faster than one of them")
+            warn_once(log, f"nvme_path: {names} are on one file system; together they are no faster than one of them")
 
 
 def _file_system(path: Path) -> str:

@@ -37,7 +37,7 @@ from swapper.gradient.records import needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.swapper import Moves
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore

@@ -30,7 +30,7 @@ from swapper.errors import ConfigError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.storage.buffers import PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.tensors.evicted import EvictedParameter

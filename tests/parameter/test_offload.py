@@ -28,7 +28,7 @@ from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.parameter.cache import BY_ADDRESS, Held
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 from swapper.storage.buffers import Lease
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter

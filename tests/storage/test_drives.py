@@ -29,8 +29,8 @@ from training import adamw, assert_same_state, backward, make_model, run, same_b
 import swapper
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.process.warnings import warn_once
 from swapper.session import close_all
-from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
 from swapper.storage import speed as speed_module
 from swapper.storage.buffers import BufferPool
@@ -201,7 +201,7 @@ def test_two_paths_that_are_not_two_places_are_refused(paths: list[Path], tmp_pa
 def test_directories_beside_each_other_on_one_file_system_are_warned_about_once(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mounts_module._warn_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         check_nvme_paths(paths)
     said = [record.message for record in caplog.records if "one file system" in record.message]

@@ -33,6 +33,7 @@ from small_drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, 
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.process.warnings import warn_once
 from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
 from swapper.storage import store as store_module
@@ -614,7 +615,7 @@ def test_a_slow_kind_of_path_is_said_once(
 ) -> None:
     monkeypatch.setattr(mounts_module, "_file_system", lambda path: kind)
     monkeypatch.setattr(mounts_module, "_is_rotating", lambda path: False)
-    mounts_module._warn_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert len(caplog.records) == (words is not None)
@@ -626,7 +627,7 @@ def test_a_rotating_disk_is_said_once(
 ) -> None:
     monkeypatch.setattr(mounts_module, "_file_system", lambda path: "ext4")
     monkeypatch.setattr(mounts_module, "_is_rotating", lambda path: True)
-    mounts_module._warn_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -23,6 +23,7 @@ from host_device import HostCopies
 
 from swapper.io import bounce, devices, gds
 from swapper.io.handle import AsyncIOHandle
+from swapper.process.warnings import warn_once
 
 CHUNK = 64 << 10
 
@@ -101,7 +102,7 @@ def mock(
     monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
     monkeypatch.setitem(devices.DEVICES, "cpu", HostCopies)
     monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
-    gds._warn_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
     HostCopies.reset()
     mock = Mock(mock_path)
@@ -144,7 +145,7 @@ def open_patched(mock_path: str, patch: pytest.MonkeyPatch) -> Mock:
 
     patch.setenv(gds.LIBRARY_VARIABLE, mock_path)
     patch.setattr(gds, "_NVIDIA_FS", Path(mock_path).with_name("no-nvidia-fs"))
-    gds._warn_once.cache_clear()
+    warn_once.cache_clear()
     mock = Mock(mock_path)
     mock.reset()
     mock["device_start"], mock["device_length"], mock["device_distance"] = simulated().dma_window()

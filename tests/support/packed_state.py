@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swapper.config import OffloadOptimizerConfig
-from swapper.progress import warn_once
+from swapper.process.warnings import warn_once
 
 __all__ = ["UNPACKED_AND_PACKED"]
 
