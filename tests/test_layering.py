@@ -89,6 +89,7 @@ RETIRED = {
     "settle": "wait, wait_quietly, flush or close",
     "settled": "flushed, or what is over",
     "shed": "evict or drop",
+    "slot": "position",
     "spares": "recycled_files",
     "surrender": "release",
     "trial": "probe",
@@ -108,6 +109,7 @@ NO_BEGINNINGS = "How|That|Those|What|Whatever|When|Whenever|Where|Whether|Which|
 
 STILL_SAID = {
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
+    "slot": {"optimizer", "check"},  # There it is memory of a device.
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 

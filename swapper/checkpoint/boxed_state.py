@@ -25,7 +25,7 @@ __all__ = ["BoxedState"]
 
 
 class BoxedState:
-    """Reads the state of one optimizer. Parameters are known by their slots among those that its groups have.
+    """Reads the state of one optimizer. Parameters are known by their positions among those that its groups have.
 
     Args:
         checkpoint: it stays open as long as this is used.
@@ -36,7 +36,7 @@ class BoxedState:
 
     Attributes:
         parts: reads them.
-        part_of: by slot, the slot of the part that is what is wanted. Others are put together.
+        part_of: by position, the position of the part that is what is wanted. Others are put together.
         wholes: the parameters.
         saved: what the index says of the optimizer.
 
@@ -59,22 +59,22 @@ class BoxedState:
         self._boxes: list[Box | None] = [None] * len(self.wholes)
         self.part_of: dict[int, int] = {}
         self._latest: tuple[int, dict[str, Any]] | None = None
-        for slot, whole in enumerate(self.wholes):
+        for position, whole in enumerate(self.wholes):
             if whole.shape is None:
-                self.part_of[slot] = whole.parts[0]
+                self.part_of[position] = whole.parts[0]
                 continue
             if self.saved.sharded:
-                self._check(slot, whole)
-            box = None if boxes is None else boxes[slot]
-            self._boxes[slot] = box = box or whole_box(whole.shape)
+                self._check(position, whole)
+            box = None if boxes is None else boxes[position]
+            self._boxes[position] = box = box or whole_box(whole.shape)
             for part in whole.parts:
                 if self._box_of(part) == box:
-                    self.part_of[slot] = part
-        slot_of = {part: slot for slot, part in self.part_of.items()}
-        self.parts = StateReader(checkpoint, number, None if bits is None else _bits_of(bits, slot_of))
+                    self.part_of[position] = part
+        position_of = {part: position for position, part in self.part_of.items()}
+        self.parts = StateReader(checkpoint, number, None if bits is None else _bits_of(bits, position_of))
         self._check_states()
 
-    def _check(self, slot: int, whole: SavedWhole) -> None:
+    def _check(self, position: int, whole: SavedWhole) -> None:
         parts, shape = self.saved.parameters, whole.shape
         assert shape is not None
         if (
@@ -83,19 +83,19 @@ class BoxedState:
             or any(parts[part].dtype != whole.dtype or parts[part].shape is None for part in whole.parts)
             or not are_a_whole([self._box_of(part) for part in whole.parts], shape)
         ):
-            raise self._incomplete(slot)
+            raise self._incomplete(position)
 
     def _check_states(self) -> None:
         """Refuse parameters of whose parts some have state and others not, or another."""
-        for slot, whole in enumerate(self.wholes):
+        for position, whole in enumerate(self.wholes):
             known = {(*self.saved.parameters[part].keys, part in self.parts.with_master) for part in whole.parts}
             if len(known) > 1:
-                raise self._incomplete(slot)
+                raise self._incomplete(position)
 
-    def _incomplete(self, slot: int) -> SwapError:
+    def _incomplete(self, position: int) -> SwapError:
         return SwapError(
-            f"{self._checkpoint.directory / INDEX} is damaged: what it says of {self._what}, parameter {slot}, does "
-            "not fit together; use another checkpoint"
+            f"{self._checkpoint.directory / INDEX} is damaged: what it says of {self._what}, parameter {position}, "
+            "does not fit together; use another checkpoint"
         )
 
     def _box_of(self, part: int) -> Box:
@@ -106,54 +106,54 @@ class BoxedState:
     @property
     def with_master(self) -> set[int]:
         """Slots of the parameters that have master weights."""
-        return {slot for slot, whole in enumerate(self.wholes) if whole.parts[0] in self.parts.with_master}
+        return {position for position, whole in enumerate(self.wholes) if whole.parts[0] in self.parts.with_master}
 
-    def has_state(self, slot: int) -> bool:
+    def has_state(self, position: int) -> bool:
         """True if the checkpoint has state of the parameter."""
-        return self.parts.has_state(self.wholes[slot].parts[0])
+        return self.parts.has_state(self.wholes[position].parts[0])
 
-    def _parts_in(self, slot: int) -> list[int]:
+    def _parts_in(self, position: int) -> list[int]:
         """The parts that have elements of what is wanted; none if that has none."""
-        if (part := self.part_of.get(slot)) is not None:
+        if (part := self.part_of.get(position)) is not None:
             return [part]
-        box = self._boxes[slot]
+        box = self._boxes[position]
         assert box is not None
-        return [part for part in self.wholes[slot].parts if self._box_of(part).overlaps(box)]
+        return [part for part in self.wholes[position].parts if self._box_of(part).overlaps(box)]
 
     def files(self) -> Iterator[str]:
         """The files that have something of what is wanted."""
-        for slot, whole in enumerate(self.wholes):
-            for part in self._parts_in(slot):
+        for position, whole in enumerate(self.wholes):
+            for part in self._parts_in(position):
                 yield from self.parts.files(part)
             first = whole.parts[0]
-            if not self._parts_in(slot) and {*self.saved.parameters[first].dtypes} - self.split(slot):
+            if not self._parts_in(position) and {*self.saved.parameters[first].dtypes} - self.split(position):
                 yield from self.parts.files(first)
 
-    def split(self, slot: int) -> set[str]:
+    def split(self, position: int) -> set[str]:
         """The keys of the state that has an element for each of the parameter's."""
-        whole = self.wholes[slot]
+        whole = self.wholes[position]
         if self.saved.sharded:
             return {MASTER, *whole.split}
         shape = tuple(whole.shape or ())
         state = self.parts.state(whole.parts[0])
         return {MASTER, *(key for key, value in state.items() if tuple(getattr(value, "shape", ())) == shape != ())}
 
-    def state(self, slot: int) -> dict[str, Any]:
+    def state(self, position: int) -> dict[str, Any]:
         """As of `StateReader`, of what is wanted."""
-        if (part := self.part_of.get(slot)) is not None:
+        if (part := self.part_of.get(position)) is not None:
             return self.parts.state(part)
-        if self._latest is None or self._latest[0] != slot:
-            self._latest = slot, self._joined(slot)
+        if self._latest is None or self._latest[0] != position:
+            self._latest = position, self._joined(position)
         return dict(self._latest[1])
 
-    def _joined(self, slot: int) -> dict[str, Any]:
-        whole, box = self.wholes[slot], self._boxes[slot]
+    def _joined(self, position: int) -> dict[str, Any]:
+        whole, box = self.wholes[position], self._boxes[position]
         assert box is not None
         # Of others nothing is read; if there is none, keys and dtypes are those of any.
-        parts_in = self._parts_in(slot) or whole.parts[:1]
+        parts_in = self._parts_in(position) or whole.parts[:1]
         states = [self.parts.state(part) for part in parts_in]
         found: dict[str, Any] = {}
-        split = self.split(slot)
+        split = self.split(position)
         for key, first in states[0].items():
             values = [state[key] for state in states]
             if key not in split:
@@ -164,7 +164,7 @@ class BoxedState:
             if len(dtypes) != 1 or any(
                 tuple(getattr(value, "shape", ())) != each.sizes for value, each in zip(values, boxes, strict=True)
             ):
-                raise self._incomplete(slot)
+                raise self._incomplete(position)
             (dtype,) = dtypes
             streams = [value if isinstance(value, TensorStream) else stream_of(value) for value in values]
             parts = [StreamPart(each, of.contiguous().read) for each, of in zip(boxes, streams, strict=True)]
@@ -172,8 +172,8 @@ class BoxedState:
         return found
 
 
-def _bits_of(bits: Bits, slot_of: Mapping[int, int]) -> Callable[..., Iterator[torch.Tensor] | None]:
+def _bits_of(bits: Bits, position_of: Mapping[int, int]) -> Callable[..., Iterator[torch.Tensor] | None]:
     def find(part: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor] | None:
-        return bits(slot_of[part], ranges) if part in slot_of else None
+        return bits(position_of[part], ranges) if part in position_of else None
 
     return find

@@ -200,14 +200,14 @@ class _Export:
         """About how much will be written."""
         total = sum(model_stream(self.checkpoint, name).length_bytes for name in self.index.model.wholes())
         for number, state in enumerate(self.states):
-            for slot in range(len(state.wholes)):
-                values = self.state_of(number, slot).values()
+            for position in range(len(state.wholes)):
+                values = self.state_of(number, position).values()
                 total += sum(value.length_bytes for value in values if isinstance(value, TensorStream))
         return total
 
-    def state_of(self, number: int, slot: int) -> dict[str, Any]:
+    def state_of(self, number: int, position: int) -> dict[str, Any]:
         """The state of a parameter; `TensorStream`s and small values."""
-        found = self.states[number].state(slot)
+        found = self.states[number].state(position)
         if self._drop_masters and self.states[number].with_master:
             found.pop(MASTER, None)
         return found
@@ -256,8 +256,8 @@ class _Export:
         state = self.states[number]
         names = names or range(len(state.wholes))
         found: dict[Any, Any] = {}
-        for slot, name in enumerate(names):
-            if entries := self.state_of(number, slot):
+        for position, name in enumerate(names):
+            if entries := self.state_of(number, position):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
         steps = {STEPS: state.saved.encoded_steps} if state.saved.encoded_steps else {}
         return {**state.parts.state_dict(found, names), **steps}
@@ -430,12 +430,12 @@ def _write_model(job: _Export, path: Path) -> None:
 def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
     state = job.states[number]
     saved = state.saved
-    names = [parameter.name or f"parameter-{slot}" for slot, parameter in enumerate(state.wholes)]
+    names = [parameter.name or f"parameter-{position}" for position, parameter in enumerate(state.wholes)]
     tensors: dict[str, TensorStream] = {}
     rest: dict[str, dict[str, Any]] = {}
     more: dict[str, torch.Tensor] = {}
-    for slot, name in enumerate(names):
-        for key, value in job.state_of(number, slot).items():
+    for position, name in enumerate(names):
+        for key, value in job.state_of(number, position).items():
             if isinstance(value, (TensorStream, torch.Tensor)):
                 if f"{name}.{key}" in tensors:
                     raise SwapError(f"optimizer {number}: two tensors of its state would be named {name}.{key}")

@@ -129,12 +129,12 @@ class SavedModel(_Entry):
 class SavedSegment(_Entry):
     """A slice of a parameter whose state is in one file.
 
-    `parameter` is its slot among those of the optimizer, `start` and `stop` count its elements in the order of memory;
-    `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
-    each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
-    `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
-    `master_codec`. `small` is encoded state that is a slice and small. `encodings` are those of the parameter, if the
-    rank that has written this has others; else None.
+    `parameter` is its position among those of the optimizer, `start` and `stop` count its elements in the order of
+    memory; `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the
+    file, for each key in `present`. `strides` are those of tensors that do not lie in the order of their indices.
+    `master`, `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split
+    masters] of `master_codec`. `small` is encoded state that is a slice and small. `encodings` are those of the
+    parameter, if the rank that has written this has others; else None.
     """
 
     parameter: Count
@@ -197,7 +197,8 @@ class SavedParameter(_Entry):
 class SavedWhole(_Entry):
     """A parameter of an optimizer of which ranks had parts.
 
-    `parts` are their slots. Tensors of the state by the names in `split` are in parts too; of others each part has all.
+    `parts` are their positions. Tensors of the state by the names in `split` are in parts too; of others each part has
+    all.
     """
 
     name: str
@@ -209,7 +210,7 @@ class SavedWhole(_Entry):
 
 
 class SavedOptimizer(_Entry):
-    """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state.
+    """An optimizer: its class, the encoded options of its groups, the positions of each group's parameters, its state.
 
     If ranks had parts of its parameters `sharded` has those that the groups refer to, and `parameters` are their parts.
     `encoding` names what state may be stored in, and `encoded_steps` counts the steps that its random bits have come
@@ -231,8 +232,8 @@ class SavedOptimizer(_Entry):
     def wholes(self) -> list[SavedWhole]:
         """The parameters that the groups refer to. Where none is in parts, `split` does not say anything."""
         return self.sharded or [
-            SavedWhole(name=p.name, shape=p.shape, stride=p.stride, dtype=p.dtype, parts=[slot], split=[])
-            for slot, p in enumerate(self.parameters)
+            SavedWhole(name=p.name, shape=p.shape, stride=p.stride, dtype=p.dtype, parts=[position], split=[])
+            for position, p in enumerate(self.parameters)
         ]
 
 

@@ -398,8 +398,8 @@ def _optimizer(
         notes.append(f"{what}: the file does not name the parameters; they are taken to be in your optimizer's order")
     entries = [state["state"].get(each) or {} for each in keys]
     described = [
-        _described(name, value, entry, f"{what}, parameter {name or slot}", kind)
-        for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
+        _described(name, value, entry, f"{what}, parameter {name or position}", kind)
+        for position, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
     writer = StateWriter(new, number, kind, StateDict(groups, rest_of(state, keys)), described)

@@ -312,9 +312,9 @@ def _check_alike(offers: Sequence[_Offer], optimizers: Sequence[Optimizer], name
                 )
         for number, (sums, theirs) in enumerate(zip(offer.plain, first.plain, strict=True)):
             if sums != theirs:
-                slot = min({*sums.items()} ^ {*theirs.items()})[0]
-                p = [*parameters_of(optimizers[number])][slot]
-                raise _differ(names.get(id(p)) or f"parameter {slot} of optimizer {number}", 0, rank)
+                position = min({*sums.items()} ^ {*theirs.items()})[0]
+                p = [*parameters_of(optimizers[number])][position]
+                raise _differ(names.get(id(p)) or f"parameter {position} of optimizer {number}", 0, rank)
 
 
 def _differ(name: str, one: int, other: int) -> SwapError:
@@ -443,31 +443,31 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
                 f"optimizer {number} of rank {each.rank} does not have the parameters of that of rank 0; ranks that "
                 "save one checkpoint together have parts of the same"
             )
-    for slot, p in enumerate(wholes):
+    for position, p in enumerate(wholes):
         described = SavedWhole(
             name=p.name,
             shape=p.shape,
             stride=p.stride,
-            dtype=first.parameters[slot].dtype,
+            dtype=first.parameters[position].dtype,
             parts=[],
-            split=sorted(set().union(*(each.wholes[number][slot].split for each in saved))),
+            split=sorted(set().union(*(each.wholes[number][position].split for each in saved))),
         )
         for each in saved:
-            box = each.wholes[number][slot].box
-            if (slot, box) in part_of and each.optimizers[number].parameters[slot].small is not None:
-                whole.parameters[part_of[slot, box]].small = each.optimizers[number].parameters[slot].small
-            if (slot, box) in part_of or not (box.numel or 0 in p.shape) or (0 in p.shape and described.parts):
+            box = each.wholes[number][position].box
+            if (position, box) in part_of and each.optimizers[number].parameters[position].small is not None:
+                whole.parameters[part_of[position, box]].small = each.optimizers[number].parameters[position].small
+            if (position, box) in part_of or not (box.numel or 0 in p.shape) or (0 in p.shape and described.parts):
                 continue
-            part_of[slot, box] = len(whole.parameters)
+            part_of[position, box] = len(whole.parameters)
             described.parts.append(len(whole.parameters))
-            parameter = each.optimizers[number].parameters[slot]
+            parameter = each.optimizers[number].parameters[position]
             parameter.offsets = list(box.offsets)
             if (name := model.tied.get(p.name, p.name)) in model.sharded:
                 parameter.name = part_name(name, box)
             whole.parameters.append(parameter)
         _check_parts(
-            p.name or f"parameter {slot} of optimizer {number}",
-            [box for (of, box) in part_of if of == slot],
+            p.name or f"parameter {position} of optimizer {number}",
+            [box for (of, box) in part_of if of == position],
             p.shape,
         )
         whole.sharded.append(described)

@@ -138,10 +138,10 @@ class ShardedModel:
         """
         found = {}
         for unit in self._units:
-            for slot, shard in enumerate(unit.shards):
+            for position, shard in enumerate(unit.shards):
                 if shard.box.numel and (part := _part(shard)) in wanted:
                     known = unit.held is not None and shard.local.is_contiguous()
-                    crc = unit.held.checksums[slot] if unit.held is not None and known else checksum_of(shard.local)
+                    crc = unit.held.checksums[position] if unit.held is not None and known else checksum_of(shard.local)
                     found[part] = (shard.name, crc)
         return found
 

@@ -109,11 +109,11 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
 def _bits_now(
     parameters: Sequence[torch.nn.Parameter],
     strides: Sequence[list[int]],
-    slot: int,
+    position: int,
     ranges: Sequence[tuple[int, int]],
 ) -> Iterator[torch.Tensor]:
     """The values that a parameter has now. See `Bits`."""
-    values, stride = local_of(parameters[slot]).detach().cpu(), strides[slot]
+    values, stride = local_of(parameters[position]).detach().cpu(), strides[position]
     if not same_order(values.shape, stride, memory_stride(values)) or not is_dense(values):
         values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype, device="cpu").copy_(values)
     flat = values.as_strided((values.numel(),), (1,))
@@ -131,12 +131,12 @@ class _StateLoader:
         bits = functools.partial(_bits_now, self._parameters, strides)
         self.state = BoxedState(checkpoint, number, boxes, bits)
         self._saved = self.state.saved.parameters
-        for slot in range(len(boxes)):
-            if (part := self.state.part_of.get(slot)) is not None:
-                strides[slot] = self._saved[part].stride
+        for position in range(len(boxes)):
+            if (part := self.state.part_of.get(position)) is not None:
+                strides[position] = self._saved[part].stride
         self._optimizer = optimizer
         self._checkpoint = checkpoint
-        self._slot_of = {id(p): slot for slot, p in enumerate(self._parameters)}
+        self._position_of = {id(p): position for position, p in enumerate(self._parameters)}
         self._bucket_at = {
             (first.parameter, first.start): bucket
             for bucket in self.state.saved.buckets
@@ -147,37 +147,37 @@ class _StateLoader:
         """Replace what `state_dict` has, which is all but the state of parameters, and that."""
         optimizer, swapper = self._optimizer, swapper_of(self._optimizer)
         optimizer.load_state_dict(state_dict)
-        with_state = [(slot, p) for slot, p in enumerate(self._parameters) if self.state.has_state(slot)]
+        with_state = [(position, p) for position, p in enumerate(self._parameters) if self.state.has_state(position)]
         if swapper is not None:
             swapper.restore([p for _, p in with_state], self._fill)
             return
         stepped = steps_on_device(optimizer)
-        optimizer.state.update({p: self._plain_state(slot, p, p in stepped) for slot, p in with_state})
+        optimizer.state.update({p: self._plain_state(position, p, p in stepped) for position, p in with_state})
 
-    def _plain_state(self, slot: int, p: torch.nn.Parameter, on_device: bool) -> dict[str, Any]:
+    def _plain_state(self, position: int, p: torch.nn.Parameter, on_device: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        split = self.state.split(slot) if is_sharded(p) else ()
-        for key, given in self.state.state(slot).items():
+        split = self.state.split(position) if is_sharded(p) else ()
+        for key, given in self.state.state(position).items():
             value = _whole(given) if isinstance(given, TensorStream) else given
             if not isinstance(value, torch.Tensor):
                 state[key] = copy.deepcopy(value)
                 continue
-            plain = as_plain_state(key, self._laid(slot, value), p, False, on_device=on_device)
+            plain = as_plain_state(key, self._laid(position, value), p, False, on_device=on_device)
             plain = plain.clone() if plain is given else plain
             state[key] = sharded_like(plain, p) if key in split else plain
         return state
 
     def _fill(self, records: StateRecords, optimizer: Optimizer) -> None:
-        known = ((records.plan.of(p), slot) for slot, p in enumerate(self._parameters))
-        wanted = {of for of, slot in known if of is not None and self.state.has_state(slot)}
+        known = ((records.plan.of(p), position) for position, p in enumerate(self._parameters))
+        wanted = {of for of, position in known if of is not None and self.state.has_state(position)}
         records.bucket_records.steps = self.state.saved.encoded_steps
         records.replace(optimizer, wanted, self._entries, True, self._take_whole)
         for of in wanted:
             if of.collective:
-                split = self.state.split(self._slot_of[id(of.parameter)]) - {MASTER}
+                split = self.state.split(self._position_of[id(of.parameter)]) - {MASTER}
                 of.shardings = dict.fromkeys(split, Sharding.of(of.parameter))
-        for slot, p in enumerate(self._parameters):
-            part = self.state.part_of.get(slot)
+        for position, p in enumerate(self._parameters):
+            part = self.state.part_of.get(position)
             edited = part is not None and self.state.parts.edited.get(part, False)
             segments = records.plan.segments_of(p) if edited else ()
             if edited and len(segments) > 1 and segments[0].checksum is not None:
@@ -190,8 +190,8 @@ class _StateLoader:
 
         Slices are 1-D and in the order of the parameter's memory, also that of the master.
         """
-        p, slot = segment.local, self._slot_of[id(segment.parameter)]
-        state = self.state.state(slot)
+        p, position = segment.local, self._position_of[id(segment.parameter)]
+        state = self.state.state(position)
         for key, value in state.items():
             if isinstance(value, TensorStream):
                 cut = not segment.whole and value.shape == p.shape
@@ -200,16 +200,16 @@ class _StateLoader:
                     continue
                 state[key] = value = _whole(value)
             if isinstance(value, torch.Tensor):
-                state[key] = self._laid(slot, value)
+                state[key] = self._laid(position, value)
         return state
 
-    def _laid(self, slot: int, value: torch.Tensor) -> torch.Tensor:
+    def _laid(self, position: int, value: torch.Tensor) -> torch.Tensor:
         """A tensor of the state as it is to lie in memory: as its parameter does, if it did so when it was saved.
 
         Fused kernels, which walk through memory, take it that it does. What a class has in another order it has in it
         again.
         """
-        local, part = local_of(self._parameters[slot]), self.state.part_of.get(slot)
+        local, part = local_of(self._parameters[position]), self.state.part_of.get(position)
         if value.shape != local.shape or not is_dense(local) or same_order(local.shape, value.stride(), local.stride()):
             return value
         if part is not None and not same_order(local.shape, value.stride(), self._saved[part].stride):
@@ -217,9 +217,9 @@ class _StateLoader:
         return torch.empty_strided(local.shape, local.stride(), dtype=value.dtype, device="cpu").copy_(value)
 
     def _part(self, segment: Segment) -> int:
-        """The slot in the checkpoint of the part that is what this rank has of the parameter; -1 if there is none."""
-        slot = self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
-        part = self.state.part_of.get(slot) if slot >= 0 else None
+        """The position in the checkpoint of the part that this rank has of the parameter; -1 if there is none."""
+        position = self._position_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
+        part = self.state.part_of.get(position) if position >= 0 else None
         return -1 if part is None else part
 
     # --- Records that pass whole -------------------------------------------------------------------------------------
@@ -251,14 +251,14 @@ class _StateLoader:
         """True if all that a record has of `segment` lies as `saved` says."""
         if isinstance(saved, SavedHole):  # It would come along.
             return False
-        slot = self._part(segment)
-        cut = (slot, segment.start, segment.stop, segment.whole)
+        position = self._part(segment)
+        cut = (position, segment.start, segment.stop, segment.whole)
         if cut != (saved.parameter, saved.start, saved.stop, saved.whole):
             return False
-        if slot < 0 or (segment.master != saved.master and self.state.parts.has_state(slot)):
+        if position < 0 or (segment.master != saved.master and self.state.parts.has_state(position)):
             return False
         p = segment.local
-        if not same_order(p.shape, self._saved[slot].stride, memory_stride(p)):
+        if not same_order(p.shape, self._saved[position].stride, memory_stride(p)):
             return False
         if not segment.locations.keys() >= {*saved.present}:
             return False
@@ -273,12 +273,12 @@ class _StateLoader:
 
     def _describe(self, segment: Segment, saved: SavedSegment) -> None:
         """Let `segment` know what is kept in memory of a record that it has now."""
-        slot = saved.parameter
-        if not self.state.parts.has_state(slot):
+        position = saved.parameter
+        if not self.state.parts.has_state(position):
             return
         small = self.state.parts.small_of_segment(saved)
         segment.kept_master = small.pop(MASTER, None)
-        segment.keys = list(self._saved[slot].keys)
+        segment.keys = list(self._saved[position].keys)
         segment.present = set(saved.present)
         segment.small = {
             key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -326,7 +326,7 @@ def _differences(optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int
         for group in optimizer.param_groups
     ]
     wholes = saved.wholes()
-    were = [[wholes[slot] for slot in slots] for slots in saved.groups]
+    were = [[wholes[position] for position in positions] for positions in saved.groups]
     if len(groups) != len(were):
         return [*found, f"{which} has {len(groups)} parameter groups, and {len(were)} in the checkpoint"]
     group_was = {each.name: g for g, group in enumerate(were) for each in group if each.name}

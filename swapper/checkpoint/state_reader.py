@@ -40,8 +40,8 @@ MASTERS_NUMEL = 1 << 20
 """Masters are decoded so many at a time."""
 
 Bits = Callable[[int, Sequence[tuple[int, int]]], "Iterator[torch.Tensor] | None"]
-"""Yields the values of the parameter in a slot, from element `start` to `stop`, for each of some ranges: 1-D, on the
-CPU, elements counted in the order of memory that the checkpoint says. None are those that the checkpoint has."""
+"""Yields the values of the parameter at a position, from element `start` to `stop`, for each of some ranges: 1-D, on
+the CPU, elements counted in the order of memory that the checkpoint says. None are those that the checkpoint has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def check_groups(checkpoint: Checkpoint, saved: SavedOptimizer, which: str) -> N
 
 
 class StateReader:
-    """Reads the state of one optimizer from the files of a checkpoint. Parameters are known by their slots.
+    """Reads the state of one optimizer from the files of a checkpoint. Parameters are known by their positions.
 
     What the index and the headers of files say is compared here, once; bytes are compared before they are used.
 
@@ -80,7 +80,7 @@ class StateReader:
 
     Attributes:
         saved: what the index says.
-        with_master: slots of the parameters that have master weights.
+        with_master: positions of the parameters that have master weights.
         edited: see `is_edited`; of those parameters whose masters were read.
 
     Raises:
@@ -107,30 +107,30 @@ class StateReader:
                 if isinstance(segment, SavedSegment):
                     self._add(bucket.file, i, segment, ties_at_bytes)
                 ties_at_bytes += (segment.tie_bits + 7) // 8
-        for slot in range(len(self.saved.parameters)):
-            if self.has_state(slot):
-                self._check(slot)
+        for position in range(len(self.saved.parameters)):
+            if self.has_state(position):
+                self._check(position)
 
     def _add(self, file: str | None, number: int, segment: SavedSegment, ties_at_bytes: int) -> None:
-        slot = segment.parameter
-        if slot >= len(self.saved.parameters):
-            raise self._incomplete(slot)
-        small = self._decoded(segment.small, slot)
+        position = segment.parameter
+        if position >= len(self.saved.parameters):
+            raise self._incomplete(position)
+        small = self._decoded(segment.small, position)
         if any(not isinstance(value, torch.Tensor) or value.shape != (segment.numel,) for value in small.values()):
-            raise self._incomplete(slot)
-        self._slices.setdefault(slot, []).append(_SavedSlice(file, number, segment, ties_at_bytes, small))
+            raise self._incomplete(position)
+        self._slices.setdefault(position, []).append(_SavedSlice(file, number, segment, ties_at_bytes, small))
         if segment.parameter_crc32c is not None:
-            self.with_master.add(slot)
+            self.with_master.add(position)
 
     # --- What the index says ----------------------------------------------------------------------------------------
 
-    def _check(self, slot: int) -> None:
+    def _check(self, position: int) -> None:
         """Refuse what does not fit together, as far as it can be seen without reading more than headers."""
-        saved = self.saved.parameters[slot]
-        slices = self._slices.get(slot, [])
+        saved = self.saved.parameters[position]
+        slices = self._slices.get(position, [])
         slices.sort(key=lambda each: each.segment.start)
         edges = [0, *(each.segment.stop for each in slices)]
-        small = self.small(slot)
+        small = self.small(position)
         if (
             not slices
             or saved.shape is None
@@ -140,12 +140,12 @@ class StateReader:
             or edges[-1] != math.prod(saved.shape)
             or len(set(saved.keys)) != len(saved.keys)
             or (len(slices) > 1 and any(each.segment.whole for each in slices))
-            or not all(self._fits(slot, each, small.keys()) for each in slices)
+            or not all(self._fits(position, each, small.keys()) for each in slices)
         ):
-            raise self._incomplete(slot)
+            raise self._incomplete(position)
 
-    def _fits(self, slot: int, each: _SavedSlice, small: Iterable[str]) -> bool:
-        saved, segment = self.saved.parameters[slot], each.segment
+    def _fits(self, position: int, each: _SavedSlice, small: Iterable[str]) -> bool:
+        saved, segment = self.saved.parameters[position], each.segment
         if {*segment.present, *small, *each.small} - {MASTER} != set(saved.keys):
             return False
         if not self._reaches(each):
@@ -177,19 +177,19 @@ class StateReader:
     def _reaches(self, each: _SavedSlice) -> bool:
         return each.file is None or self._checkpoint.reaches(each.file)
 
-    def files(self, slot: int) -> set[str]:
+    def files(self, position: int) -> set[str]:
         """The files that have state of the parameter."""
-        return {each.file for each in self._slices.get(slot, ()) if each.file is not None}
+        return {each.file for each in self._slices.get(position, ()) if each.file is not None}
 
     def _shape_in_file(self, each: _SavedSlice, key: str) -> tuple[int, ...]:
         """The shape of a tensor of the state that is in a file. One that is packed has its parameter's."""
-        slot = each.segment.parameter
+        position = each.segment.parameter
         shape = self._stored_shape(each, key, self._dtype_in_file(each, key))
         if self.encodings_of(each.segment).get(key) != "packed":
             return shape
         if len(shape) != 1:
-            raise self._incomplete(slot)
-        return tuple(self.saved.parameters[slot].shape or ()) if each.segment.whole else (each.segment.numel,)
+            raise self._incomplete(position)
+        return tuple(self.saved.parameters[position].shape or ()) if each.segment.whole else (each.segment.numel,)
 
     def _stored_shape(self, each: _SavedSlice, key: str, dtype: torch.dtype) -> tuple[int, ...]:
         """The shape of a tensor that is in a file; it is refused if it is of another dtype."""
@@ -209,15 +209,15 @@ class StateReader:
     def _blocks(self, each: _SavedSlice, key: str) -> StoredTensor:
         return self._checkpoint.tensor(each.file or "", blocks_name(f"{each.number}.{key}"))
 
-    def _dtype(self, slot: int, key: str) -> torch.dtype:
+    def _dtype(self, position: int, key: str) -> torch.dtype:
         if key == MASTER:
             return torch.float32
-        dtype = getattr(torch, self.saved.parameters[slot].dtypes.get(key, ""), None)
+        dtype = getattr(torch, self.saved.parameters[position].dtypes.get(key, ""), None)
         if isinstance(dtype, torch.dtype) and dtype in PLAIN_DTYPES:
             return dtype
-        small = self._slices[slot][0].small.get(key)
+        small = self._slices[position][0].small.get(key)
         if small is None:
-            raise self._incomplete(slot)
+            raise self._incomplete(position)
         return small.dtype
 
     def encodings_of(self, segment: SavedSegment) -> Mapping[str, str]:
@@ -227,15 +227,15 @@ class StateReader:
 
     def _dtype_in_file(self, each: _SavedSlice, key: str) -> torch.dtype:
         """As `_dtype`, of what is stored: see `encodings_of`."""
-        slot, encoding = each.segment.parameter, self.encodings_of(each.segment).get(key)
+        position, encoding = each.segment.parameter, self.encodings_of(each.segment).get(key)
         if encoding is None:
-            return self._dtype(slot, key)
-        if self._dtype(slot, key) is not torch.float32:
-            raise self._incomplete(slot)
+            return self._dtype(position, key)
+        if self._dtype(position, key) is not torch.float32:
+            raise self._incomplete(position)
         return ENCODED_DTYPES.get(encoding, torch.uint8)
 
     def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
-        """The groups as in a state dict, with `names` of the parameters, one for each slot."""
+        """The groups as in a state dict, with `names` of the parameters, one for each position."""
         found = decode(self.saved.options, f"{self._what}, options", self._checkpoint.small_tensor)
         groups = self.saved.groups
         if not isinstance(found, list) or len(found) != len(groups) or not all(type(each) is dict for each in found):
@@ -243,7 +243,8 @@ class StateReader:
                 f"{self._checkpoint.directory / INDEX} is damaged: the options of {self._what} are not its groups'"
             )
         return [
-            {**options, "params": [names[slot] for slot in slots]} for options, slots in zip(found, groups, strict=True)
+            {**options, "params": [names[position] for position in positions]}
+            for options, positions in zip(found, groups, strict=True)
         ]
 
     def state_dict(self, state: Mapping[Any, Any], names: Sequence[Any]) -> dict[str, Any]:
@@ -256,65 +257,65 @@ class StateReader:
         rest = rest or {}
         return {**rest, "state": {**rest.get("state", {}), **state}, "param_groups": self.groups(names)}
 
-    def has_state(self, slot: int) -> bool:
+    def has_state(self, position: int) -> bool:
         """True if the checkpoint has state of the parameter."""
-        return bool(self.saved.parameters[slot].keys) or slot in self.with_master
+        return bool(self.saved.parameters[position].keys) or position in self.with_master
 
-    def small(self, slot: int) -> dict[str, Any]:
+    def small(self, position: int) -> dict[str, Any]:
         """The state of a parameter that never moves."""
-        if self._small is None or self._small[0] != slot:
-            self._small = slot, self._decoded(self.saved.parameters[slot].small, slot)
+        if self._small is None or self._small[0] != position:
+            self._small = position, self._decoded(self.saved.parameters[position].small, position)
         return self._small[1]
 
     def small_of_segment(self, segment: SavedSegment) -> dict[str, Any]:
         """As `small`, with the slices that the index has of a segment."""
         return self.small(segment.parameter) | self._decoded(segment.small, segment.parameter)
 
-    def _decoded(self, data: Any, slot: int) -> dict[str, Any]:
-        decoded = {} if data is None else decode(data, self._name(slot), self._checkpoint.small_tensor)
+    def _decoded(self, data: Any, position: int) -> dict[str, Any]:
+        decoded = {} if data is None else decode(data, self._name(position), self._checkpoint.small_tensor)
         if not isinstance(decoded, dict):
-            raise self._incomplete(slot)
+            raise self._incomplete(position)
         return decoded
 
-    def _name(self, slot: int) -> str:
-        return f"{self._what}, state of parameter {self.saved.parameters[slot].name or slot}"
+    def _name(self, position: int) -> str:
+        return f"{self._what}, state of parameter {self.saved.parameters[position].name or position}"
 
-    def _incomplete(self, slot: int) -> SwapError:
+    def _incomplete(self, position: int) -> SwapError:
         return SwapError(
             f"{self._checkpoint.directory} is no whole checkpoint: what its index says of {self._what}, parameter "
-            f"{slot}, does not fit together; use another checkpoint"
+            f"{position}, does not fit together; use another checkpoint"
         )
 
     # --- Tensors ----------------------------------------------------------------------------------------------------
 
-    def state(self, slot: int) -> dict[str, Any]:
+    def state(self, position: int) -> dict[str, Any]:
         """The state of a parameter in its class's own format, with a `TensorStream` for each tensor in files.
 
         A file is compared with its checksum before anything of it is used.
         """
-        small = self.small(slot)
-        keys = self.saved.parameters[slot].keys
-        found = {key: small[key] if key in small else self._stream(slot, key) for key in keys}
-        if slot in self.with_master:
-            found[MASTER] = self._stream(slot, MASTER)
+        small = self.small(position)
+        keys = self.saved.parameters[position].keys
+        found = {key: small[key] if key in small else self._stream(position, key) for key in keys}
+        if position in self.with_master:
+            found[MASTER] = self._stream(position, MASTER)
         return found
 
-    def _stream(self, slot: int, key: str) -> TensorStream:
-        saved, dtype, first = self.saved.parameters[slot], self._dtype(slot, key), self._slices[slot][0]
+    def _stream(self, position: int, key: str) -> TensorStream:
+        saved, dtype, first = self.saved.parameters[position], self._dtype(position, key), self._slices[position][0]
         shape, stride = tuple(saved.shape or ()), tuple(saved.stride)
         if first.segment.whole and key != MASTER and self._reaches(first):
             shape = self._shape_in_file(first, key)
             stride = tuple(first.segment.strides.get(key, contiguous_stride(shape)))
-        return TensorStream(dtype, shape, stride, partial(self.read, slot, key))
+        return TensorStream(dtype, shape, stride, partial(self.read, position, key))
 
-    def read(self, slot: int, key: str, start: int, stop: int) -> torch.Tensor:
+    def read(self, position: int, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of a tensor of the state, 1-D, on the CPU.
 
         Elements are counted in the order of memory. A tensor that goes along with the parameter is put together of the
         slices in which it was saved; masters, and what is encoded, are decoded.
         """
-        dtype = self._dtype(slot, key)
-        slices = self._slices[slot]
+        dtype = self._dtype(position, key)
+        slices = self._slices[position]
         if slices[0].segment.whole and key != MASTER:
             return self._values(slices[0], key, start, stop)
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
@@ -343,12 +344,12 @@ class StateReader:
 
     def _values(self, each: _SavedSlice, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements of a slice that are in its file, decoded: 1-D."""
-        slot = each.segment.parameter
+        position = each.segment.parameter
         dtype = self._dtype_in_file(each, key)
         if self.encodings_of(each.segment).get(key) == "packed":
             return self._unpacked(each, key, start, stop)
         if self.encodings_of(each.segment).get(key) != "int8":
-            return self._elements(each, key, start, stop, dtype).to(self._dtype(slot, key))
+            return self._elements(each, key, start, stop, dtype).to(self._dtype(position, key))
         first = start // BLOCK_NUMEL
         codes = self._elements(each, key, first * BLOCK_NUMEL, stop, dtype)
         count = blocks_of(codes.numel())
@@ -411,30 +412,30 @@ class StateReader:
         join_master(bits, low, self._packed_ties(each, before, before + count), count, masters)
         return masters
 
-    def is_edited(self, slot: int) -> bool:
+    def is_edited(self, position: int) -> bool:
         """True if the parameter differs from its rounded masters. See [Note: edited parameters] of `segments`."""
-        if slot not in self.edited:
+        if position not in self.edited:
             ranges = [
                 [(at, min(at + MASTERS_NUMEL, stop)) for at in range(start, stop, MASTERS_NUMEL)]
-                for start, stop in ((each.segment.start, each.segment.stop) for each in self._slices[slot])
+                for start, stop in ((each.segment.start, each.segment.stop) for each in self._slices[position])
             ]
-            bits = self._bits(slot, list(itertools.chain(*ranges)))
+            bits = self._bits(position, list(itertools.chain(*ranges)))
             sums = ((checksum(part.contiguous()), part.nbytes) for part in bits)
-            self.edited[slot] = any(
+            self.edited[position] = any(
                 join_checksums(itertools.islice(sums, len(those))) != each.segment.parameter_crc32c
-                for each, those in zip(self._slices[slot], ranges, strict=True)
+                for each, those in zip(self._slices[position], ranges, strict=True)
             )
-        return self.edited[slot]
+        return self.edited[position]
 
-    def _ties_before(self, each: _SavedSlice, position: int) -> int:
-        """The number of ties in the first `position` elements of a slice, a multiple of `MASTERS_NUMEL`."""
+    def _ties_before(self, each: _SavedSlice, numel: int) -> int:
+        """The number of ties in the first `numel` elements of a slice, a multiple of `MASTERS_NUMEL`."""
         if self._ties is None or self._ties[0] is not each:
             self._ties = each, {0: 0}
         known = self._ties[1]
-        for at in range(max(known), position, MASTERS_NUMEL):
+        for at in range(max(known), numel, MASTERS_NUMEL):
             low = self._elements(each, MASTER, at, at + MASTERS_NUMEL, torch.int16)
             known[at + MASTERS_NUMEL] = known[at] + _count_ties(low)
-        return known[position]
+        return known[numel]
 
     def _packed_ties(self, each: _SavedSlice, start: int, stop: int) -> torch.Tensor:
         """Bits `start` to `stop` of a slice's ties, packed from the first byte on."""
@@ -453,27 +454,27 @@ class StateReader:
         whole[: bits.numel()] = bits
         return (whole.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
 
-    def _bits(self, slot: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    def _bits(self, position: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """The values of a parameter: those that were given, or those of the checkpoint. See `Bits`."""
-        if self._given_bits is not None and (given := self._given_bits(slot, ranges)) is not None:
+        if self._given_bits is not None and (given := self._given_bits(position, ranges)) is not None:
             return given
-        if self._reader_of_bits is None or self._reader_of_bits[0] != slot:
-            self._reader_of_bits = slot, self._parameter_reader(slot)
+        if self._reader_of_bits is None or self._reader_of_bits[0] != position:
+            self._reader_of_bits = position, self._parameter_reader(position)
         read = self._reader_of_bits[1]
         return (read(start, stop) for start, stop in ranges)
 
-    def _parameter_reader(self, slot: int) -> Read:
-        model, saved = self._checkpoint.index.model, self.saved.parameters[slot]
+    def _parameter_reader(self, position: int) -> Read:
+        model, saved = self._checkpoint.index.model, self.saved.parameters[position]
         name = model.tied.get(saved.name, saved.name)
         if name not in model.tensors:
             raise SwapError(
-                f"{self._name(slot)}: its master weights go with a parameter that is not in the model's state dict; "
-                "export without them by drop_masters (--drop-masters)"
+                f"{self._name(position)}: its master weights go with a parameter that is not in the model's "
+                "state dict; export without them by drop_masters (--drop-masters)"
             )
         there = model.tensors[name]
         self._checkpoint.verify(there.file)
         if (there.dtype, there.shape) != (saved.dtype, saved.shape):
-            raise self._incomplete(slot)
+            raise self._incomplete(position)
         return model_stream(self._checkpoint, name).in_order_of(saved.stride)
 
 

@@ -121,17 +121,17 @@ def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
     parameters = list(parameters_of(optimizer))
     swapper = swapper_of(optimizer)
     boxes = [box_of(p) for p in parameters]
-    small = [(_unit_of_small(number, slot, box), 0) for slot, box in enumerate(boxes)]
+    small = [(_unit_of_small(number, position, box), 0) for position, box in enumerate(boxes)]
     if swapper is None:
-        units = [_unit(number, [(slot, box)]) for slot, box in enumerate(boxes)]
+        units = [_unit(number, [(position, box)]) for position, box in enumerate(boxes)]
         values = [(optimizer.state.get(p) or {}).values() for p in parameters]
         lengths = [sum(local_of(v).nbytes for v in each if isinstance(v, torch.Tensor)) for each in values]
         return [*small, *zip(units, lengths, strict=True)]
     records = swapper.flushed_records("save_checkpoint")
-    slot_of = _slots(records, parameters)
+    position_of = _positions(records, parameters)
     return [
         *small,
-        *((_unit_of_bucket(number, bucket, slot_of), bucket.length_bytes) for bucket in records.plan.buckets),
+        *((_unit_of_bucket(number, bucket, position_of), bucket.length_bytes) for bucket in records.plan.buckets),
     ]
 
 
@@ -151,15 +151,15 @@ def digest_of_options(optimizer: Optimizer, number: int, state_dict: StateDict, 
 
 
 def sums_of_plain(optimizer: Optimizer) -> dict[int, int]:
-    """The CRC-32C of each parameter that is no DTensor and has state, by slot."""
+    """The CRC-32C of each parameter that is no DTensor and has state, by position."""
     swapper = swapper_of(optimizer)
     plan = None if swapper is None else swapper.flushed_records("save_checkpoint").plan
     found = {}
-    for slot, p in enumerate(parameters_of(optimizer)):
+    for position, p in enumerate(parameters_of(optimizer)):
         of = None if plan is None else plan.of(p)
         has_state = bool(optimizer.state.get(p)) if plan is None else of is not None and of.has_state
         if has_state and not is_sharded(p):
-            found[slot] = checksum_of(p)
+            found[position] = checksum_of(p)
     return found
 
 
@@ -167,23 +167,23 @@ def _unit(number: int, parts: object) -> str:
     return hashlib.blake2b(repr((number, parts)).encode(), digest_size=16).hexdigest()
 
 
-def _unit_of_small(number: int, slot: int, box: Box) -> str:
-    return _unit(number, ("small", slot, box))
+def _unit_of_small(number: int, position: int, box: Box) -> str:
+    return _unit(number, ("small", position, box))
 
 
-def _unit_of_bucket(number: int, bucket: Bucket, slot_of: Mapping[OptimizerParameter, int]) -> str:
+def _unit_of_bucket(number: int, bucket: Bucket, position_of: Mapping[OptimizerParameter, int]) -> str:
     parts: list[object] = []
     for segment in bucket.segments:
-        slot = slot_of.get(segment.of)
-        box = None if slot is None else box_of(segment.parameter)
+        position = position_of.get(segment.of)
+        box = None if position is None else box_of(segment.parameter)
         cut = (segment.start, segment.stop, segment.whole, segment.master, segment.checksum, segment.has_state)
         dtypes = {key: spec.dtype for key, spec in segment.learnt.items()}
-        parts.append((slot, box, cut, sorted(segment.present), sorted(map(str, dtypes.items()))))
+        parts.append((position, box, cut, sorted(segment.present), sorted(map(str, dtypes.items()))))
     return _unit(number, parts)
 
 
-def _slots(records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> dict[OptimizerParameter, int]:
-    return {of: slot for slot, p in enumerate(parameters) if (of := records.plan.of(p)) is not None}
+def _positions(records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> dict[OptimizerParameter, int]:
+    return {of: position for position, p in enumerate(parameters) if (of := records.plan.of(p)) is not None}
 
 
 def _local_state(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> dict[str, Any]:
@@ -259,12 +259,12 @@ class StateWriter:
         self.split: list[set[str]] = [set() for _ in described]
         self._number = number
         options, rest = state_dict.options(), state_dict.rest
-        slots = iter(range(len(described)))
+        positions = iter(range(len(described)))
         self.saved = SavedOptimizer(
             kind=kind,
             encoding="exact",
             options=new.encode(options, f"optimizer {number}, options", f"optimizer-{number}.options."),
-            groups=[[next(slots) for _ in group["params"]] for group in state_dict.groups],
+            groups=[[next(positions) for _ in group["params"]] for group in state_dict.groups],
             parameters=described,
             buckets=[],
             rest=new.encode(rest, f"optimizer {number}, state_dict", f"optimizer-{number}.rest.") if rest else None,
@@ -277,13 +277,13 @@ class StateWriter:
         if records.plan.encodes:
             self.saved.encoding = records.plan.encodings  # type: ignore[assignment]
         self.saved.encoded_steps = records.bucket_records.steps if records.plan.counts_steps else 0
-        slot_of = _slots(records, parameters)
+        position_of = _positions(records, parameters)
         for bucket in records.plan.buckets:
-            with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
+            with_state = [segment for segment in bucket.segments if segment.of in position_of and segment.has_state]
             if not with_state:
                 continue
-            is_mine = self._writes(_unit_of_bucket(self._number, bucket, slot_of))
-            segments = [self._segment(segment, slot_of.get(segment.of), is_mine) for segment in bucket.segments]
+            is_mine = self._writes(_unit_of_bucket(self._number, bucket, position_of))
+            segments = [self._segment(segment, position_of.get(segment.of), is_mine) for segment in bucket.segments]
             if not is_mine:
                 continue  # Another rank has the same, and writes it.
             file = None
@@ -307,20 +307,20 @@ class StateWriter:
         finally:
             records.bucket_records.release(opened)
 
-    def _segment(self, segment: Segment, slot: int | None, is_mine: bool) -> SavedSegment | SavedHole:
-        if slot is None:
+    def _segment(self, segment: Segment, position: int | None, is_mine: bool) -> SavedSegment | SavedHole:
+        if position is None:
             return SavedHole(hole=True, tie_bits=segment.tie_bits)
-        saved = SavedSegment(parameter=slot, start=segment.start, stop=segment.stop, whole=segment.whole)
+        saved = SavedSegment(parameter=position, start=segment.start, stop=segment.stop, whole=segment.whole)
         if not segment.has_state:
             return saved
-        parameter = self.saved.parameters[slot]
+        parameter = self.saved.parameters[position]
         saved.master = segment.master  # type: ignore[assignment]
         saved.present = sorted(segment.present)
         slices: dict[str, Any] = {}
         whole: dict[str, Any] = {}
         for key in segment.keys:
-            if self._goes_along(segment, key, slot):
-                self.split[slot].add(key)
+            if self._goes_along(segment, key, position):
+                self.split[position].add(key)
             if key in segment.present:
                 spec = segment.locations[key].spec
                 parameter.dtypes[key] = dtype_name(spec.dtype)
@@ -340,30 +340,30 @@ class StateWriter:
                 slices[MASTER] = segment.kept_master
         if not parameter.keys:  # This is the parameter's first segment; the others have the same.
             parameter.keys = list(segment.keys)
-            if whole and self._writes(_unit_of_small(self._number, slot, box_of(segment.parameter))):
-                parameter.small = self._encoded(whole, slot, "")
+            if whole and self._writes(_unit_of_small(self._number, position, box_of(segment.parameter))):
+                parameter.small = self._encoded(whole, position, "")
         if slices and is_mine:
-            saved.small = self._encoded(slices, slot, f"{segment.start}.")
+            saved.small = self._encoded(slices, position, f"{segment.start}.")
         return saved
 
-    def _goes_along(self, segment: Segment, key: str, slot: int) -> bool:
+    def _goes_along(self, segment: Segment, key: str, position: int) -> bool:
         """True if the state `key` has an element for each of the parameter's."""
         value = segment.locations[key].spec if key in segment.present else segment.small[key]
         shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StateSpec)) else None
         of = segment.of
         if of.collective and key in of.shardings:
             if not of.shardings[key].covers(Sharding.of(of.parameter)):
-                raise _other_sharding(key, self.saved.parameters[slot].name)
+                raise _other_sharding(key, self.saved.parameters[position].name)
             return True
         return shape == (tuple(segment.local.shape) if segment.whole else (segment.numel,)) and not of.collective
 
-    def _encoded(self, state: dict[str, Any], slot: int, where: str) -> Any:
+    def _encoded(self, state: dict[str, Any], position: int, where: str) -> Any:
         step: Any = state.get("step")
         counts = type(step) in (int, float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
         if self.step is None and counts and 0 <= float(step) < 1 << 53:
             self.step = int(step)
-        what = f"optimizer {self._number}, state of parameter {self.saved.parameters[slot].name or slot}"
-        return self._new.encode(state, what, f"optimizer-{self._number}.{slot}.{where}")
+        what = f"optimizer {self._number}, state of parameter {self.saved.parameters[position].name or position}"
+        return self._new.encode(state, what, f"optimizer-{self._number}.{position}.{where}")
 
     def save_memory(
         self,
@@ -381,12 +381,12 @@ class StateWriter:
         file = self._new.name_of(f"optimizer-{self._number}", "memory")
         segments: list[SavedSegment | SavedHole] = []
         tensors: dict[str, torch.Tensor] = {}
-        for slot, state in enumerate(states):
-            parameter = self.saved.parameters[slot]
+        for position, state in enumerate(states):
+            parameter = self.saved.parameters[position]
             if parameter.shape is None:
                 continue
             prefix = f"{len(segments)}."
-            segment = SavedSegment(parameter=slot, start=0, stop=math.prod(parameter.shape), whole=True)
+            segment = SavedSegment(parameter=position, start=0, stop=math.prod(parameter.shape), whole=True)
             if rounded_to is not None and MASTER in state:
                 master = _in_memory_order(state[MASTER])
                 tensors[prefix + MASTER] = master
@@ -403,9 +403,9 @@ class StateWriter:
                 tensors[prefix + key] = value
             segment.present = sorted(large)
             small = {key: value for key, value in state.items() if key not in large}
-            if small and (boxes is None or self._writes(_unit_of_small(self._number, slot, boxes[slot]))):
-                parameter.small = self._encoded(small, slot, "")
-            if boxes is not None and not self._writes(_unit(self._number, [(slot, boxes[slot])])):
+            if small and (boxes is None or self._writes(_unit_of_small(self._number, position, boxes[position]))):
+                parameter.small = self._encoded(small, position, "")
+            if boxes is not None and not self._writes(_unit(self._number, [(position, boxes[position])])):
                 for key in large:  # Another rank has the same, and writes it.
                     del tensors[prefix + key]
                 continue

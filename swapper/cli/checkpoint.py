@@ -155,8 +155,8 @@ def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
         "state": state,
         "masters_numel": _masters(saved),
         "groups": [
-            {"parameters": len(slots), "options": {key: _plain(value) for key, value in group.items()}}
-            for group, slots in zip(options, saved.groups, strict=True)
+            {"parameters": len(positions), "options": {key: _plain(value) for key, value in group.items()}}
+            for group, positions in zip(options, saved.groups, strict=True)
         ],
     }
 

@@ -43,9 +43,9 @@ def placeholder(optimizer: Optimizer) -> dict[str, Any]:
     groups = []
     count = 0
     for group in optimizer.param_groups:
-        slots = list(range(count, count + len(group["params"])))
-        count += len(slots)
-        groups.append({**group, "params": slots})
+        positions = list(range(count, count + len(group["params"])))
+        count += len(positions)
+        groups.append({**group, "params": positions})
     return _NoState(state={}, param_groups=groups)
 
 

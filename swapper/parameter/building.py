@@ -340,7 +340,7 @@ class ModelBuilder(ParameterOwner):
         if not self._home:
             self.close()
 
-    def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
+    def _lets_go(self, held: Held, position: int, p: torch.Tensor, of_record: bool) -> bool:
         # The parameter was converted, as by `model.bfloat16()`: it is a new one, and waits to be put on disk.
         parameter = held.plan.locations[0].parameter
         parameter.__dict__.pop(HOME, None)

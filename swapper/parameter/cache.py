@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
-"""By the address at which values in memory begin: whose they are, in which record, and the slot of the parameter.
+"""By the address at which values in memory begin: whose they are, in which record, and the position of the parameter.
 
 Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
 """
@@ -72,11 +72,11 @@ class Held:
     checksums: list[int] = field(default_factory=list)
     """Of each parameter as last written."""
     step_checksums: dict[int, int] = field(default_factory=dict)
-    """Checksums of parameters as a step has left them, by slot, while no code of the user's has run since."""
+    """Checksums of parameters as a step has left them, by position, while no code of the user's has run since."""
     holds: set[object] = field(default_factory=set)
     """The uses of it that are not over. While there are any, it stays."""
     attached: dict[int, set[object]] = field(default_factory=dict)
-    """The parameters that see their values, by their slot in the record, and the uses for which they do."""
+    """The parameters that see their values, by their position in the record, and the uses for which they do."""
     changed: bool = False
     """Known to be newer than what is stored."""
     resident: bool = False
@@ -117,8 +117,8 @@ class Held:
         # Ours are `values`, and the tensors that are attached.
         return any(is_shared(values, ours=1 + self._attached_to(index)) for index, values in enumerate(self.values))
 
-    def _attached_to(self, slot: int) -> int:
-        return len(self.plan.locations[slot].tensors) if slot in self.attached else 0
+    def _attached_to(self, position: int) -> int:
+        return len(self.plan.locations[position].tensors) if position in self.attached else 0
 
     def open(self, lease: Lease, cache: ParameterCache, *, arrived: bool) -> None:
         """Make the views of the buffer; if the record has `arrived`, copy the values that the file has elsewhere."""
@@ -189,12 +189,14 @@ class Held:
     def check_unchanged(self) -> None:
         """Raise SwapError if values differ from what is stored. It is in memory."""
         both = zip(self.plan.locations, self.opened, self.checksums, strict=True)
-        self.refuse_changes([slot for slot, (_, values, before) in enumerate(both) if checksum(values) != before])
+        self.refuse_changes(
+            [position for position, (_, values, before) in enumerate(both) if checksum(values) != before]
+        )
 
-    def refuse_changes(self, slots: Sequence[int]) -> None:
-        """Raise SwapError that the values of the parameters in these slots were changed, if there are any."""
-        if slots:
-            names = ", ".join(self.plan.locations[slot].name for slot in slots)
+    def refuse_changes(self, positions: Sequence[int]) -> None:
+        """Raise SwapError that the values of the parameters at these positions were changed, if there are any."""
+        if positions:
+            names = ", ".join(self.plan.locations[position].name for position in positions)
             raise SwapError(
                 f"the values of {names} were changed, and they come from files that stay as they are; set "
                 "offload_param.copy_on_write to have what changes written to the run directory, or undo the change"
@@ -392,7 +394,7 @@ class ParameterCache:
             )
         return self._values_of(held, index, "backward")
 
-    def _values_of(self, held: Held, slot: int, phase: str) -> torch.Tensor:
+    def _values_of(self, held: Held, position: int, phase: str) -> torch.Tensor:
         """Bring a record, and give the values of a parameter as `saved` does."""
         self._check_open()
         hold = object()
@@ -401,7 +403,7 @@ class ParameterCache:
                 held.holds.add(hold)
                 self._bring(held, phase)
                 # A tensor that is not ours, while there is a hold: without the lock another thread may evict the rest.
-                return held.values[slot].view(-1)
+                return held.values[position].view(-1)
             finally:
                 held.holds.discard(hold)
 

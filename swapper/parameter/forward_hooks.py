@@ -28,7 +28,7 @@ class ForwardHooks:
     Args:
         owner: of the parameters. It lives as long as a module that has these hooks. None for a copy of the module,
             whose parameters are ordinary ones: the hooks do nothing, and are removed when it is complete.
-        parts: the records that the module uses, and the slots in each of the parameters that it uses.
+        parts: the records that the module uses, and the positions in each of the parameters that it uses.
     """
 
     def __init__(self, owner: ParameterOwner | None, parts: list[tuple[Held, tuple[int, ...]]]) -> None:

@@ -227,10 +227,10 @@ def _with_forms(spans: tuple[Span, ...], locations: Sequence[ParameterLocation])
     return (spans[0]._replace(arrange=tuple(found)), *spans[1:]) if found else spans
 
 
-def _turned(held: Held, slot: int, p: torch.Tensor) -> CodeForm | None:
+def _turned(held: Held, position: int, p: torch.Tensor) -> CodeForm | None:
     """The form of a parameter that was given the codes that it has in the other one; None if it was not."""
-    form, values = held.plan.locations[slot].form, held.values[slot]
-    if form is None or p.data_ptr() == values.data_ptr() or checksum(values) != held.checksums[slot]:
+    form, values = held.plan.locations[position].form, held.values[position]
+    if form is None or p.data_ptr() == values.data_ptr() or checksum(values) != held.checksums[position]:
         return None
     return form if form.is_other(values, p) else None
 
@@ -358,9 +358,9 @@ class FileParameters(ParameterSwapper):
                     self._places.fill(tensor, values, are_new=are_new)
                 object.__setattr__(model, "swapper", self)
                 complete = True
-                for held, slot, former in self._replaced:
+                for held, position, former in self._replaced:
                     if former.device.type != "meta":
-                        evict(former, _Replaced(self._reference, held, slot))
+                        evict(former, _Replaced(self._reference, held, position))
                 del self._places, self._taken, self._replaced  # What the parameters had in memory goes.
         except BaseException:
             if not complete and "_finalizer" in vars(self):  # Else that was done, or there was nothing to give back.
@@ -508,7 +508,7 @@ class FileParameters(ParameterSwapper):
             vars(each.parameter).pop(PARTS, None)
 
     def _adopt(self, held: Held) -> None:
-        for slot, location in enumerate(held.plan.locations):
+        for position, location in enumerate(held.plan.locations):
             parameter = location.parameter
             if parameter.device != self._device:
                 element = torch.empty((), dtype=location.dtype, device=self._device)
@@ -518,29 +518,29 @@ class FileParameters(ParameterSwapper):
                 with interrupts_deferred():
                     self._places.put(parameter, new)
                     location.parameter = new
-                    self._replaced.append((held, slot, parameter))
+                    self._replaced.append((held, position, parameter))
                 parameter = new
             else:
                 self._taken += [(tensor, tensor.data) for tensor in location.tensors]
             self._home[parameter] = held
             for tensor in location.tensors:
-                evict(tensor, self.home_type(self._reference, held, slot))
+                evict(tensor, self.home_type(self._reference, held, position))
             self._versions[parameter] = parameter._version
 
-    def _keep_data(self, held: Held, slot: int, p: torch.Tensor) -> str:
+    def _keep_data(self, held: Held, position: int, p: torch.Tensor) -> str:
         """As for all owners. Of a `fixed` parameter its codes in the other form are no change."""
-        turned = _turned(held, slot, p) if held.fixed else None
+        turned = _turned(held, position, p) if held.fixed else None
         with interrupts_deferred():  # In between, what the record has would be a change.
-            refused = super()._keep_data(held, slot, p)
+            refused = super()._keep_data(held, position, p)
             if turned is not None and not refused and home_of(p) is not None:
                 turned.packed = not turned.packed
-                held.checksums[slot] = checksum(held.opened[slot])
+                held.checksums[position] = checksum(held.opened[position])
         return refused
 
-    def _release_part(self, use: ParameterUse, held: Held, slots: tuple[int, ...]) -> None:
+    def _release_part(self, use: ParameterUse, held: Held, positions: tuple[int, ...]) -> None:
         """As for all owners. Raises SwapError at once if a `fixed` parameter was changed by an operator of torch."""
-        super()._release_part(use, held, slots)
-        for parameter in (held.plan.locations[slot].parameter for slot in slots if held.fixed):
+        super()._release_part(use, held, positions)
+        for parameter in (held.plan.locations[position].parameter for position in positions if held.fixed):
             if self._versions[parameter] != parameter._version:
                 self._versions[parameter] = parameter._version
                 if (tier := self._tier_of(held)) is not None:
@@ -556,8 +556,8 @@ class FileParameters(ParameterSwapper):
             self._taken.pop()
         while self._replaced:
             with interrupts_deferred():
-                held, slot, former = self._replaced.pop()
-                location = held.plan.locations[slot]
+                held, position, former = self._replaced.pop()
+                location = held.plan.locations[position]
                 self._places.put(location.parameter, former)
                 location.parameter = former
         self._closed = True

@@ -30,12 +30,12 @@ class ParameterHome:
     parameter that nobody uses any more is freed at once, not when the garbage collector comes.
     """
 
-    __slots__ = ("name", "number", "reference", "slot", "stride")
+    __slots__ = ("name", "number", "position", "reference", "stride")
 
-    def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
+    def __init__(self, reference: weakref.ref[Any], held: Held, position: int) -> None:
         self.reference = reference
-        self.number, self.slot = held.plan.number, slot
-        self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
+        self.number, self.position = held.plan.number, position
+        self.name, self.stride = held.plan.locations[position].name, held.plan.locations[position].stride
 
     def of_owner(self) -> ParameterOwner:
         """The owner, while there is one."""
@@ -64,7 +64,7 @@ class ParameterHome:
 
     def mapped_copy(self) -> torch.Tensor:
         """See `ParameterOwner.mapped_copy`."""
-        return self.of_owner().mapped_copy(self.number, self.slot)
+        return self.of_owner().mapped_copy(self.number, self.position)
 
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
         """See `ParameterOwner.used`."""
@@ -155,21 +155,21 @@ class MappedCopies:
 
 
 def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:
-    """The records and slots of our `homes`, all of one owner."""
-    slots: dict[Held, dict[int, None]] = {}
+    """The records and positions of our `homes`, all of one owner."""
+    positions: dict[Held, dict[int, None]] = {}
     for home in homes:
         if isinstance(home, ParameterHome):
-            slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
-    return [(held, tuple(those)) for held, those in slots.items()]
+            positions.setdefault(home.of_owner()._all[home.number], {})[home.position] = None
+    return [(held, tuple(those)) for held, those in positions.items()]
 
 
-def follow_shape(held: Held, slot: int, parameter: torch.Tensor) -> None:
+def follow_shape(held: Held, position: int, parameter: torch.Tensor) -> None:
     """Let `parameter` have another shape or dtype, of as many bytes, as where bitsandbytes packs codes."""
-    location = held.plan.locations[slot]
+    location = held.plan.locations[position]
     known = parameter.nbytes == location.length_bytes and parameter.is_contiguous()
     if known and isinstance(home := home_of(parameter), ParameterHome):
         location.laid_out = location.laid_out or location.shape
         location.shape, location.stride, location.dtype = parameter.shape, parameter.stride(), parameter.dtype
         home.stride = location.stride
-        if held.opened and held.opened[slot].dtype != location.dtype:
-            held.opened[slot] = held.opened[slot].view(location.dtype)
+        if held.opened and held.opened[position].dtype != location.dtype:
+            held.opened[position] = held.opened[position].view(location.dtype)

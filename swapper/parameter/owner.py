@@ -57,7 +57,7 @@ _living: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 """Owners whose parameters a forked child must find evicted."""
 
 Parts = Iterable[tuple[Held, tuple[int, ...]]]
-"""Records, and the slots in them of some of their parameters."""
+"""Records, and the positions in them of some of their parameters."""
 
 
 class ParameterUse:
@@ -208,13 +208,13 @@ class ParameterOwner(ParameterCache):
         # The write starts before the parameters are evicted: until then they have the values should it fail.
         held.checksums = held.pack(lease)
         self._cache.put(held.key, held.plan.file_bytes)
-        for slot, location in enumerate(held.plan.locations):
+        for position, location in enumerate(held.plan.locations):
             former = home_of(location.parameter)
             if former is not None and (temporary := former.temporary) is not None:
                 self._former[location.parameter] = temporary
             self._home[location.parameter] = held
             for tensor in location.tensors:
-                evict(tensor, self.home_type(self._reference, held, slot))
+                evict(tensor, self.home_type(self._reference, held, position))
 
     def _fill(self, held: Held) -> Lease:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
@@ -323,7 +323,7 @@ class ParameterOwner(ParameterCache):
             self._release_ended()
 
     def parts_with(self, parameters: Iterable[torch.Tensor]) -> list[tuple[Held, tuple[int, ...]]]:
-        """The records, and slots, of those of `parameters` that this has; of a DTensor, of its local tensor."""
+        """The records, and positions, of those of `parameters` that this has; of a DTensor, of its local tensor."""
         return parts_of(home_of(local) for p in parameters if (local := local_of(p)) in self._home)
 
     def use_of(self, parameters: Iterable[torch.Tensor]) -> ParameterUse:
@@ -344,7 +344,7 @@ class ParameterOwner(ParameterCache):
     def used(self, parts: Parts) -> Iterator[None]:
         """As `_holding`, for an operation outside of what is hooked: autograd would save the parameter itself."""
         parts = tuple(parts)
-        parameters = [held.plan.locations[slot].parameter for held, slots in parts for slot in slots]
+        parameters = [held.plan.locations[position].parameter for held, positions in parts for position in positions]
         if in_transform():
             refuse_in_transform(parameters)
         with self._holding(parts), saving_locations(parameters) or contextlib.nullcontext():
@@ -370,26 +370,26 @@ class ParameterOwner(ParameterCache):
         with self.used(parts):
             yield
 
-    def mapped_copy(self, number: int, slot: int) -> torch.Tensor:
+    def mapped_copy(self, number: int, position: int) -> torch.Tensor:
         """A copy of one parameter in a mapped file; one for all who want it."""
         held = self._all[number]
-        location = held.plan.locations[slot]
+        location = held.plan.locations[position]
 
         def fill(copy: torch.Tensor) -> None:
             with self.present([held]):
-                _copy(copy, location.view(held.values[slot]))
+                _copy(copy, location.view(held.values[position]))
 
         self._check_open()
         if (tier := self._tier_of(held)) is not None:
             with self._lock, tier.reading(held):
-                values = location.view(held.opened[slot])
+                values = location.view(held.opened[position])
                 if self._copies is None:  # It stays where it is in the pool.
                     return values
-                return self._copies.get(location, checksum(held.opened[slot]), lambda copy: _copy(copy, values))
+                return self._copies.get(location, checksum(held.opened[position]), lambda copy: _copy(copy, values))
         assert self._copies is not None
         with self._lock:
             with self.present(() if held.values or held.checksums else (held,)):  # What is in files may not have come.
-                now = checksum(held.values[slot]) if held.values else held.checksums[slot]
+                now = checksum(held.values[position]) if held.values else held.checksums[position]
             return self._copies.get(location, now, fill)
 
     def _attach(self, use: ParameterUse, phase: str) -> None:
@@ -413,19 +413,19 @@ class ParameterOwner(ParameterCache):
                 self._bring(held, phase)
             for held, _ in use.parts if self._tier is None else ():
                 self._cache.wait(held.key)
-            for held, slots in use.parts:
-                if slots and not held.attached:
+            for held, positions in use.parts:
+                if positions and not held.attached:
                     self.metrics.begin_use(held.key)
-                for slot in slots:
-                    if (uses := held.attached.get(slot)) is not None:
+                for position in positions:
+                    if (uses := held.attached.get(position)) is not None:
                         uses.add(use)
                         continue
-                    location = held.plan.locations[slot]
+                    location = held.plan.locations[position]
                     if location.parameter not in self._home or not home_of(location.parameter):
                         continue  # In memory for good, or another's: it was let go, or a `close` failed.
-                    held.attached[slot] = {use}
+                    held.attached[position] = {use}
                     for tensor in location.tensors:
-                        restore(tensor, location.view(held.values[slot]))
+                        restore(tensor, location.view(held.values[position]))
 
     def _release_ended(self) -> None:
         """Release the uses that are over. See [Note: releasing].
@@ -447,8 +447,8 @@ class ParameterOwner(ParameterCache):
                     try:
                         with contextlib.ExitStack() as all_of_them:
                             all_of_them.callback(self._uses.pop, use, None)  # Comes last.
-                            for held, slots in use.parts:
-                                all_of_them.callback(self._release_part, use, held, slots)
+                            for held, positions in use.parts:
+                                all_of_them.callback(self._release_part, use, held, positions)
                     except Exception:
                         self._ended.popleft()
                         raise
@@ -456,45 +456,45 @@ class ParameterOwner(ParameterCache):
             finally:
                 self._releasing = False
 
-    def _release_part(self, use: ParameterUse, held: Held, slots: tuple[int, ...]) -> None:
+    def _release_part(self, use: ParameterUse, held: Held, positions: tuple[int, ...]) -> None:
         if use.on_host:
             assert self._tier is not None
             self._tier.release_on_host(held, use)
             return
         refused = ""
-        for slot in slots:
-            uses = held.attached.get(slot)
+        for position in positions:
+            uses = held.attached.get(position)
             if uses is None or use not in uses:
                 continue
             if len(uses) > 1:
                 uses.discard(use)
                 continue
-            for tensor in held.plan.locations[slot].tensors:
+            for tensor in held.plan.locations[position].tensors:
                 if not is_evicted(tensor):  # Ctrl-C may have struck before it was attached.
-                    refused = self._keep_data(held, slot, tensor) or refused
+                    refused = self._keep_data(held, position, tensor) or refused
                     if (home := home_of(tensor)) is not None:  # It may not be ours any more.
                         evict(tensor, home)
-            del held.attached[slot]
-        if slots and not held.attached:
+            del held.attached[position]
+        if positions and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(use)
         self._write_back(held)
         if refused:
             raise SwapError(refused)
 
-    def _keep_data(self, held: Held, slot: int, p: torch.Tensor) -> str:
+    def _keep_data(self, held: Held, position: int, p: torch.Tensor) -> str:
         """Copy to the record other values that the user gave an attached tensor. Returns an error's text, or ""."""
         if has_own_class(p):
-            follow_shape(held, slot, p)
-        location, values = held.plan.locations[slot], held.values[slot]
+            follow_shape(held, position, p)
+        location, values = held.plan.locations[position], held.values[position]
         same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
         same = same and same_order(p.shape, p.stride(), location.stride)  # In another order torch computes other bits.
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
-        ours = sum(t is not p and slot in held.attached and not is_evicted(t) for t in location.tensors)
+        ours = sum(t is not p and position in held.attached and not is_evicted(t) for t in location.tensors)
         viewed = is_shared(values, ours=1 + of_record + ours)
-        if not (same and p.stride() == location.stride and not viewed) and self._lets_go(held, slot, p, of_record):
+        if not (same and p.stride() == location.stride and not viewed) and self._lets_go(held, position, p, of_record):
             return ""
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
@@ -511,7 +511,7 @@ class ParameterOwner(ParameterCache):
         what = "convert, resize or move the model before swapper.offload, or write with copy_"
         return f"{location.name} was {before} and was given data of {given}; {what}"
 
-    def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
+    def _lets_go(self, held: Held, position: int, p: torch.Tensor, of_record: bool) -> bool:
         """Called when a record cannot take what `p` was given, or is viewed. Returns True if `p` leaves it."""
         return False
 
@@ -577,8 +577,8 @@ def _evict_in_child() -> None:
     """The pool does not exist in a forked child: a parameter that was in use there would be a crash."""
     for owner in _living:
         for held in owner._all:
-            for slot in held.attached:
-                for tensor in held.plan.locations[slot].tensors:
+            for position in held.attached:
+                for tensor in held.plan.locations[position].tensors:
                     if (home := home_of(tensor)) is not None:
                         evict(tensor, home)
 

@@ -130,7 +130,7 @@ class ParameterRecord:
     """Parameters that are swapped together.
 
     Attributes:
-        number: slot in the order of registration.
+        number: position in the order of registration.
         file_bytes: length of the file, a multiple of 4096.
         length_bytes: length of a buffer for it; more than the file where parameters have aligned copies.
         spans: of files of somebody else that have it until it is changed. `file_bytes` is then for when it is.

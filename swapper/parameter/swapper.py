@@ -110,11 +110,11 @@ class ParameterSwapper(ParameterOwner):
         """Refused: of a model that is copied with it `memo` of `copy.deepcopy` has None in place of this."""
         refuse_pickle()
 
-    def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
+    def _lets_go(self, held: Held, position: int, p: torch.Tensor, of_record: bool) -> bool:
         # It was given another shape, as by `resize_token_embeddings`, or dtype, as a module's are by `to(dtype)`. Other
         # devices are refused, and `to(dtype)` of the whole model, which memory may have no room for. So are slices of
         # itself, whose memory is the pool's, and another order in memory.
-        location = held.plan.locations[slot]
+        location = held.plan.locations[position]
         before = f"{tuple(location.shape)} x {location.dtype}"
         given = f"{tuple(p.shape)} x {p.dtype}"
         parts = vars(p).get(PARTS)
@@ -125,7 +125,7 @@ class ParameterSwapper(ParameterOwner):
         else:
             special = special or given == before
             what = f"other data, {given} in place of {before}"
-        if p.device != held.values[slot].device or special or of_record or self._is_converted():
+        if p.device != held.values[position].device or special or of_record or self._is_converted():
             return False
         vars(p).pop(PARTS, None)
         del self._home[p]
@@ -295,7 +295,11 @@ class ParameterSwapper(ParameterOwner):
             return
         if self._tier is not None and device != self._tier.device:
             with self._holding(parts, "step", on_host=True):
-                located = [(held.plan.locations[slot], held.opened[slot]) for held, slots in parts for slot in slots]
+                located = [
+                    (held.plan.locations[position], held.opened[position])
+                    for held, positions in parts
+                    for position in positions
+                ]
                 views = {location.parameter: location.view(values) for location, values in located}
                 yield {p: views[local_of(p)] for p in parameters if local_of(p) in views}
             return
@@ -315,8 +319,8 @@ class ParameterSwapper(ParameterOwner):
         Of those that are written before it ends, no checksum is taken once more.
         """
         if whole is not None and self._tier is None:
-            for held, slots in self.parts_with([parameter]):
-                held.step_checksums.update(dict.fromkeys(slots, whole))
+            for held, positions in self.parts_with([parameter]):
+                held.step_checksums.update(dict.fromkeys(positions, whole))
 
     def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         """Write records that hold some of `parameters` only if their memory is needed, else when this is left."""

@@ -80,8 +80,8 @@ def step(net: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, see
 def everything(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     found = {f"model.{name}": value.detach().clone() for name, value in net.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
-        for slot, entries in optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{slot}.{key}": torch.as_tensor(value).clone() for key, value in entries.items()}
+        for position, entries in optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{position}.{key}": torch.as_tensor(value).clone() for key, value in entries.items()}
     return found
 
 
