@@ -246,15 +246,15 @@ class SlabProbe:
     transparent_hugepage: str | None
 
 
-def probe_slab(length_bytes: int = SLAB_BYTES) -> SlabProbe:
+def probe_slab() -> SlabProbe:
     """Allocate a slab, lock it, register it, and see what pages it got. It is gone when this returns."""
     setting = re.search(r"\[(\w+)\]", read_text(SYS / "kernel/mm/transparent_hugepage/enabled") or "")
     hugepage = setting[1] if setting else None
     try:
-        slab = Slab(length_bytes)
+        slab = Slab(SLAB_BYTES)
     except (SwapError, OSError) as error:
         reason = str(error)
-        return SlabProbe(length_bytes, False, reason, False, reason, False, reason, None, hugepage)
+        return SlabProbe(SLAB_BYTES, False, reason, False, reason, False, reason, None, hugepage)
     register_reason = ""
     try:
         with AsyncIOHandle(queue_depth=8) as handle:
@@ -264,7 +264,7 @@ def probe_slab(length_bytes: int = SLAB_BYTES) -> SlabProbe:
     except (SwapError, OSError) as error:
         register_reason = str(error)
     locks, registers = (slab.locked, slab.lock_reason), (not register_reason, register_reason)
-    return SlabProbe(length_bytes, True, "", *locks, *registers, _huge_bytes(slab.address), hugepage)
+    return SlabProbe(SLAB_BYTES, True, "", *locks, *registers, _huge_bytes(slab.address), hugepage)
 
 
 def _huge_bytes(address: int) -> int | None:

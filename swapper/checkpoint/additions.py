@@ -78,7 +78,7 @@ def _have_same_options(groups: Sequence[Mapping[str, Any]], those: Sequence[Mapp
 def _split(optimizer: Optimizer, swapper: OptimizerSwapper | None, given: GivenState) -> StateDict:
     kind = kind_of(optimizer)
     try:
-        notes = nullcontext() if swapper is None else swapper.flushed_records("save_checkpoint").giving(given)
+        notes = nullcontext() if swapper is None else swapper.flushed_records().giving(given)
         with notes:
             found: Any = optimizer.state_dict()
     except (SwapError, SwapIOError):

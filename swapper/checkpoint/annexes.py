@@ -147,16 +147,13 @@ class NewAnnex:
             self._new.close()
             raise
 
-    def complete(self, syncs: Sequence[Callable[[], object]] = ()) -> None:
-        """Have all of it survive a loss of power, and no sweep remove it from now on.
-
-        Args:
-            syncs: sync the files.
+    def complete(self) -> None:
+        """Have all of it survive a loss of power, and no sweep remove it from now on. Its files are synced already.
 
         Raises:
             SwapIOError: the drive failed.
         """
-        all_at_once([*syncs, partial(sync_path, self.path / ANNEX)])
+        sync_path(self.path / ANNEX)
         with system_errors("publish", self.path):
             os.rename(self.path / MARK, self.path / UNPUBLISHED)
         all_at_once([partial(sync_path, self.path), partial(sync_path, self.path.parent)])

@@ -111,7 +111,7 @@ def save_state(
         writer.split = [_split_keys(optimizer.state.get(p) or {}, p) for p in parameters]
         writer.save_memory(states, boxes=[box_of(p) for p in parameters])
     else:
-        writer.save_records(swapper.flushed_records("save_checkpoint"), parameters)
+        writer.save_records(swapper.flushed_records(), parameters)
     return writer
 
 
@@ -127,7 +127,7 @@ def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
         values = [(optimizer.state.get(p) or {}).values() for p in parameters]
         lengths = [sum(local_of(v).nbytes for v in each if isinstance(v, torch.Tensor)) for each in values]
         return [*small, *zip(units, lengths, strict=True)]
-    records = swapper.flushed_records("save_checkpoint")
+    records = swapper.flushed_records()
     position_of = _positions(records, parameters)
     return [
         *small,
@@ -153,7 +153,7 @@ def digest_of_options(optimizer: Optimizer, number: int, state_dict: StateDict, 
 def sums_of_plain(optimizer: Optimizer) -> dict[int, int]:
     """The CRC-32C of each parameter that is no DTensor and has state, by position."""
     swapper = swapper_of(optimizer)
-    plan = None if swapper is None else swapper.flushed_records("save_checkpoint").plan
+    plan = None if swapper is None else swapper.flushed_records().plan
     found = {}
     for position, p in enumerate(parameters_of(optimizer)):
         of = None if plan is None else plan.of(p)

@@ -304,7 +304,7 @@ class NewCheckpoint:
         with AsyncIOHandle() as handle, OutputFile(path, length_bytes=new.length_bytes, summed=True) as output:
             for part in pinned.parts:
                 with part.file.descriptor() as opened, handle.open(f"/proc/self/fd/{opened}") as file:
-                    output.append_file(handle, file, 0, min(part.length_bytes, new.length_bytes - output.tell()))
+                    output.append_file(handle, file, min(part.length_bytes, new.length_bytes - output.tell()))
             if output.checksum != new.crc32c:
                 raise SwapIOError(errno.EIO, "read", path, detail="a record is not as it was written")
             output.commit()

@@ -131,19 +131,18 @@ class OutputFile:
 
         return self._append(len(source), fill, crc)
 
-    def append_file(self, handle: AsyncIOHandle, file: File, offset_bytes: int, length_bytes: int) -> int:
-        """Write a part of another file behind the bytes before. It is read into the buffers, without a second copy.
+    def append_file(self, handle: AsyncIOHandle, file: File, length_bytes: int) -> int:
+        """Write another file's first bytes behind those before. They are read into the buffers, without a second copy.
 
-        Fastest if `tell()` and `offset_bytes` are multiples of 4096.
+        Fastest if `tell()` is a multiple of 4096.
 
         Args:
             handle: reads it.
             file: open for reading.
-            offset_bytes: of the part.
-            length_bytes: of the part.
+            length_bytes: how many of its bytes.
 
         Returns:
-            The CRC-32C of the part.
+            Their CRC-32C.
 
         Raises:
             SwapIOError: a drive has failed, or the file is shorter. All that is left then is `discard`.
@@ -154,7 +153,7 @@ class OutputFile:
             lease = self._current
             assert lease is not None
             with interrupts_deferred():  # A lease that does not know its transfer would give the buffer to others.
-                transfer = lease.transfer = handle.read(file, room, offset_bytes + done)
+                transfer = lease.transfer = handle.read(file, room, done)
             transfer.wait()  # Meanwhile the buffers before it are written.
             lease.transfer = None
             return checksum(room, crc)

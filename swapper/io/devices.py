@@ -394,8 +394,8 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
-    """Within it the default generators of the host and of `device` are seeded; afterwards they are as they were.
+def seeded_generators(device: torch.device) -> Iterator[None]:
+    """Within it the default generators of the host and of `device` are seeded with 0; afterwards they are as they were.
 
     `torch.manual_seed` seeds all devices of all types, also those that are only initialized later. A device whose
     module does not give its generator's state is not seeded.
@@ -403,10 +403,10 @@ def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
     module = torch.get_device_module(device)
     is_seeded = is_accelerator(device) and hasattr(module, "get_rng_state")
     with torch.random.fork_rng([device] if is_seeded else [], device_type=device.type if is_seeded else "cuda"):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         if is_seeded:
             with on_device(device):
-                module.manual_seed(seed)
+                module.manual_seed(0)
         yield
 
 

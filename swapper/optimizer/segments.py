@@ -438,7 +438,6 @@ class Bucket:
     def __init__(self, key: RecordKey, segments: Sequence[Segment], remote: bool) -> None:
         self.key = key
         self.segments = tuple(segments)
-        self.remote = remote
         self.scratch_bytes = sum(segment.scratch_bytes(remote) for segment in segments)
         self.is_split = any(segment.is_split for segment in segments)
         self.layout, self.packing = self._lay_out()

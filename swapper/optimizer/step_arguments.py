@@ -101,7 +101,7 @@ def _other_use(optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor,
         without.step([other + gradient])
         parameter.grad = other
         try:
-            with seeded_generators(parameter.device, 0):
+            with seeded_generators(parameter.device):
                 step(with_one.optimizer, *([] if by_name else [closure]), **({"closure": closure} if by_name else {}))
         except Exception as error:
             raise_if_memory_is_short(error, type(optimizer).__name__, with_one.parameters)

@@ -290,14 +290,14 @@ class OptimizerSwapper:
         if self._finalizer is not None:
             self._finalizer.detach()
 
-    def flushed_records(self, operation: str) -> StateRecords:
-        """The records of all state, in step with `param_groups`; what has files is in them.
+    def flushed_records(self) -> StateRecords:
+        """The records of all state, in step with `param_groups`, for a checkpoint; what has files is in them.
 
         Raises:
-            SwapError: a step failed, or is under way in backward: `operation` cannot go with that.
+            SwapError: a step failed, or is under way in backward.
             SwapIOError: a write failed.
         """
-        self._prepare(operation)
+        self._prepare("save_checkpoint")
         self.flush()
         self._records.bucket_records.wait_for_resets()
         checksums_to_host(self._plan.planned())

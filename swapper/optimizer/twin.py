@@ -137,7 +137,7 @@ class Twin:
         self.optimizer.param_groups = groups
         chosen = [p for group in groups for p in group["params"]]
         try:
-            with seeded_generators(self.parameters[0].device, 0):
+            with seeded_generators(self.parameters[0].device):
                 self.returned = self._step(self.optimizer)
         except Exception as error:
             raise_if_memory_is_short(error, self._name, chosen)

@@ -341,10 +341,6 @@ class TensorStore:
             crcs.append((part.checksums.joined(part_bytes), part_bytes))
         return join_checksums(crcs)
 
-    def publish(self, key: RecordKey, path: Path, length_bytes: int) -> bool:
-        """`publish_all` for one record. Returns whether it was possible."""
-        return key in self.publish_all({key: (path, length_bytes)})
-
     def publish_all(self, files: Mapping[RecordKey, tuple[Path, int]], *, synced: bool = True) -> set[RecordKey]:
         """Give records a second name, under which their content will never change, and which survives a loss of power.
 

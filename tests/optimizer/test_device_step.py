@@ -278,7 +278,7 @@ def test_a_parameter_that_is_edited_gets_new_masters(device: str, nvme_path: Pat
                             master.copy_(p)
             if seed == 2:
                 assert found.stats().masters_reset == 2
-                found.flushed_records("a test")  # From here on the host knows the checksums, and not the device.
+                found.flushed_records()  # From here on the host knows the checksums, and not the device.
         assert found.stats().masters_reset == 4
         assert_same(plain, mine)
 
