@@ -1,8 +1,9 @@
 #include "crc32.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+
+#include "crc_table.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -11,49 +12,13 @@
 #include <sys/auxv.h>
 #endif
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "eight bytes are taken as one little-endian word");
-
 namespace swapper {
 namespace {
 
 // 0x04C11DB7 with its bits reflected.
 constexpr std::uint32_t kPolynomial = 0xEDB88320;
 
-// [k][v]: the byte v followed by k zero bytes, for eight look-ups at once ("slicing by 8").
-constexpr std::array<std::array<std::uint32_t, 256>, 8> make_byte_tables() {
-    std::array<std::array<std::uint32_t, 256>, 8> tables{};
-    for (std::uint32_t v = 0; v < 256; ++v) {
-        std::uint32_t crc = v;
-        for (int i = 0; i < 8; ++i) crc = (crc & 1) != 0 ? (crc >> 1) ^ kPolynomial : crc >> 1;
-        tables[0][v] = crc;
-    }
-    for (std::size_t k = 1; k < 8; ++k) {
-        for (std::size_t v = 0; v < 256; ++v) {
-            const std::uint32_t crc = tables[k - 1][v];
-            tables[k][v] = (crc >> 8) ^ tables[0][crc & 0xFF];
-        }
-    }
-    return tables;
-}
-constexpr auto kByteTables = make_byte_tables();
-
-inline std::uint64_t load_word(const unsigned char* data) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data, sizeof word);
-    return word;
-}
-
 // The functions named `update` take and return the register, which is the checksum's complement.
-
-std::uint32_t update_by_table(std::uint32_t crc, const unsigned char* data, std::size_t length) {
-    for (; length >= 8; data += 8, length -= 8) {
-        const std::uint64_t word = load_word(data) ^ crc;
-        crc = 0;
-        for (std::size_t i = 0; i < 8; ++i) crc ^= kByteTables[7 - i][(word >> (8 * i)) & 0xFF];
-    }
-    for (; length != 0; ++data, --length) crc = (crc >> 8) ^ kByteTables[0][(crc ^ *data) & 0xFF];
-    return crc;
-}
 
 #if defined(__x86_64__)
 #define CRC32_TARGET __attribute__((target("pclmul,sse2")))
@@ -80,7 +45,7 @@ CRC32_TARGET std::uint32_t update_by_hardware(std::uint32_t crc, unsigned char* 
                                               const unsigned char* data, std::size_t length) {
     if (length < 64) {
         if (copying) std::memcpy(copy, data, length);
-        return update_by_table(crc, data, length);
+        return update_by_table<kPolynomial>(crc, data, length);
     }
     const __m128i by_64_bytes = _mm_set_epi64x(0x01C6E41596, 0x0154442BD4);
     const __m128i by_16_bytes = _mm_set_epi64x(0x00CCAA009E, 0x01751997D0);
@@ -117,7 +82,7 @@ CRC32_TARGET std::uint32_t update_by_hardware(std::uint32_t crc, unsigned char* 
     }
     unsigned char rest[16];
     _mm_storeu_si128(reinterpret_cast<__m128i*>(rest), a);
-    return update_by_table(update_by_table(0, rest, sizeof rest), data, length);
+    return update_by_table<kPolynomial>(update_by_table<kPolynomial>(0, rest, sizeof rest), data, length);
 }
 
 #elif defined(__aarch64__)
@@ -135,7 +100,7 @@ std::uint32_t update_by_hardware(std::uint32_t crc, unsigned char* copy, const u
     for (; length >= 8; data += 8, length -= 8) {
         asm(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(crc) : "r"(load_word(data)));
     }
-    return update_by_table(crc, data, length);
+    return update_by_table<kPolynomial>(crc, data, length);
 }
 
 #else
@@ -147,7 +112,7 @@ template <bool copying>
 std::uint32_t update_by_hardware(std::uint32_t crc, unsigned char* copy, const unsigned char* data,
                                  std::size_t length) {
     if (copying) std::memcpy(copy, data, length);
-    return update_by_table(crc, data, length);
+    return update_by_table<kPolynomial>(crc, data, length);
 }
 
 #endif
@@ -160,7 +125,7 @@ std::uint32_t update(std::uint32_t crc, unsigned char* copy, const unsigned char
     static const bool present = hardware_present();
     if (copy == nullptr) {
         return present ? update_by_hardware<false>(crc, nullptr, data, length)
-                       : update_by_table(crc, data, length);
+                       : update_by_table<kPolynomial>(crc, data, length);
     }
     if (present && reinterpret_cast<std::uintptr_t>(copy) % 16 == 0) {
         return update_by_hardware<true>(crc, copy, data, length);
@@ -185,7 +150,7 @@ std::uint32_t copy_crc32(void* destination, const void* source, std::size_t leng
 }
 
 std::uint32_t crc32_by_table(const void* data, std::size_t length, std::uint32_t seed) {
-    return ~update_by_table(~seed, static_cast<const unsigned char*>(data), length);
+    return ~update_by_table<kPolynomial>(~seed, static_cast<const unsigned char*>(data), length);
 }
 
 }  // namespace swapper

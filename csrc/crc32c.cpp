@@ -7,6 +7,7 @@
 #include <future>
 #include <vector>
 
+#include "crc_table.h"
 #include "crew.h"
 
 #if defined(__x86_64__)
@@ -17,8 +18,6 @@
 #include <sys/auxv.h>
 #define CRC32C_TARGET
 #endif
-
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "eight bytes are taken as one little-endian word");
 
 namespace swapper {
 namespace {
@@ -57,43 +56,7 @@ constexpr std::uint32_t x_to_bytes(std::size_t length) {
     return x_to(8 * std::uint64_t{length});
 }
 
-// [k][v]: the byte v followed by k zero bytes. Row 0 is the usual table; with the others eight bytes are
-// looked up at once ("slicing by 8", Kounavis and Berry 2005).
-constexpr std::array<std::array<std::uint32_t, 256>, 8> make_byte_tables() {
-    std::array<std::array<std::uint32_t, 256>, 8> tables{};
-    for (std::uint32_t v = 0; v < 256; ++v) {
-        std::uint32_t crc = v;
-        for (int i = 0; i < 8; ++i) crc = times_x(crc);
-        tables[0][v] = crc;
-    }
-    for (std::size_t k = 1; k < 8; ++k) {
-        for (std::size_t v = 0; v < 256; ++v) {
-            const std::uint32_t crc = tables[k - 1][v];
-            tables[k][v] = (crc >> 8) ^ tables[0][crc & 0xFF];
-        }
-    }
-    return tables;
-}
-constexpr auto kByteTables = make_byte_tables();
-
-// Little-endian, from any address.
-inline std::uint64_t load_word(const unsigned char* data) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data, sizeof word);
-    return word;
-}
-
 // The functions named `update` take and return the register, which is the checksum's complement.
-
-std::uint32_t update_by_table(std::uint32_t crc, const unsigned char* data, std::size_t length) {
-    for (; length >= 8; data += 8, length -= 8) {
-        const std::uint64_t word = load_word(data) ^ crc;
-        crc = 0;
-        for (std::size_t i = 0; i < 8; ++i) crc ^= kByteTables[7 - i][(word >> (8 * i)) & 0xFF];
-    }
-    for (; length != 0; ++data, --length) crc = (crc >> 8) ^ kByteTables[0][(crc ^ *data) & 0xFF];
-    return crc;
-}
 
 #if defined(CRC32C_TARGET)
 
@@ -179,7 +142,7 @@ CRC32C_TARGET std::uint32_t update_by_hardware(std::uint32_t crc, const unsigned
 
 std::uint32_t update_unfolded(std::uint32_t crc, const unsigned char* data, std::size_t length) {
     static const bool present = hardware_present();
-    return present ? update_by_hardware(crc, data, length) : update_by_table(crc, data, length);
+    return present ? update_by_hardware(crc, data, length) : update_by_table<kPolynomial>(crc, data, length);
 }
 
 #if defined(CRC32C_FOLDS)
@@ -248,11 +211,11 @@ std::uint32_t update(std::uint32_t crc, const unsigned char* data, std::size_t l
 #else
 
 std::uint32_t update_unfolded(std::uint32_t crc, const unsigned char* data, std::size_t length) {
-    return update_by_table(crc, data, length);
+    return update_by_table<kPolynomial>(crc, data, length);
 }
 
 std::uint32_t update(std::uint32_t crc, const unsigned char* data, std::size_t length) {
-    return update_by_table(crc, data, length);
+    return update_by_table<kPolynomial>(crc, data, length);
 }
 
 #endif
@@ -315,7 +278,7 @@ std::uint32_t crc32c_unfolded(const void* data, std::size_t length, std::uint32_
 }
 
 std::uint32_t crc32c_by_table(const void* data, std::size_t length, std::uint32_t seed) {
-    return ~update_by_table(~seed, static_cast<const unsigned char*>(data), length);
+    return ~update_by_table<kPolynomial>(~seed, static_cast<const unsigned char*>(data), length);
 }
 
 }  // namespace swapper
