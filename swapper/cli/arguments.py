@@ -12,6 +12,7 @@ import typer
 
 from swapper.bench.witness import Operation
 from swapper.config import parse_size
+from swapper.config.fields import paths_of_environment
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import current_accelerator, has_accelerator
 
@@ -25,14 +26,12 @@ Write = Annotated[bool, typer.Option("--write/--no-write", help="Measure writes.
 def directories_or_default(named: Sequence[Path] | None, *usual: str) -> list[Path]:
     """`named`, else those of the environment variable SWAPPER_NVME_PATH, else one of `usual`, else ".".
 
-    Several in SWAPPER_NVME_PATH are separated by colons, as in PATH. Of `usual` it is the first that exists.
+    Of `usual` it is the first that exists.
 
     Returns:
         Absolute paths, each once.
     """
-    chosen = list(named or [])
-    if not chosen:
-        chosen = [Path(name) for name in os.environ.get("SWAPPER_NVME_PATH", "").split(os.pathsep) if name]
+    chosen = list(named or paths_of_environment())
     if not chosen:
         chosen = [next((Path(name) for name in usual if os.path.isdir(name)), Path())]
     return list(dict.fromkeys(Path(os.path.abspath(path)) for path in chosen))

@@ -13,7 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonS
 from swapper.errors import ConfigError, show
 from swapper.sizes import format_size, parse_size
 
-__all__ = ["Encoding", "NvmePath", "NvmePathLike", "Size", "Switch", "parse_nvme_path"]
+__all__ = [
+    *("Encoding", "NvmePath", "NvmePathLike", "Size", "Switch"),
+    *("not_one_of", "parse_nvme_path", "paths_of_environment"),
+]
 
 Size = Annotated[
     int,
@@ -55,6 +58,11 @@ NvmePath = Annotated[
 NvmePathLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+def paths_of_environment() -> list[Path]:
+    """The directories that the environment variable SWAPPER_NVME_PATH names, separated by colons as in PATH."""
+    return [Path(name) for name in os.environ.get("SWAPPER_NVME_PATH", "").split(os.pathsep) if name]
+
+
 def parse_nvme_path(value: object) -> Path | tuple[Path, ...] | None:
     """The path or paths in `value`. Raises ConfigError if they are none."""
     if value is None:
@@ -87,6 +95,13 @@ def _parse_directory(value: object) -> Path:
 _Encoding = Literal["exact", "packed", "unpacked", "bf16", "int8"]
 
 
+def not_one_of(value: object, words: Sequence[str]) -> str:
+    """The text of an error for a value that is none of `words`. Names the one that is meant, perhaps."""
+    near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else ()
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{show(value)} is not one of {', '.join(words)}{hint}"
+
+
 def _parse_encoding(value: object) -> object:
     """Checked here, so that the error says it in words: a union's own would say it once for each of its members."""
     names = get_args(_Encoding)
@@ -95,9 +110,7 @@ def _parse_encoding(value: object) -> object:
         if not isinstance(key, str):
             raise ConfigError(f"{show(key)} is not the name of a tensor of the state, such as exp_avg")
         if name not in names:
-            near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) else ()
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where}{show(name)} is not one of {', '.join(names)}{hint}")
+            raise ConfigError(f"{where}{not_one_of(name, names)}")
     return dict(value) if isinstance(value, Mapping) else value
 
 

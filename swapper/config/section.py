@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
 
+from swapper.config.fields import not_one_of
 from swapper.config.files import parse_json, refuse_odd_keys
 from swapper.errors import ConfigError, show
 
@@ -123,9 +124,7 @@ def _explain(model: type[Section], error: ErrorDetails) -> list[str]:
             text = _unknown_key(owner, name)
         case "literal_error" if field is not None:
             words = [str(word) for word in get_args(field.annotation)]
-            near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else ()
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            text = f"{show(value)} is not one of {', '.join(words)}{hint}"
+            text = not_one_of(value, words)
         case "bool_type":
             text = f"{show(value)} is not a switch; write true or false"
         case kind if kind.startswith(("int", "greater_than", "less_than")) and field is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from swapper.config import OffloadConfig, read_mapping
+from swapper.config.fields import paths_of_environment
 from swapper.errors import ConfigError, show
 
 if TYPE_CHECKING:
@@ -169,8 +170,7 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
 
 
 def _default_nvme_path() -> Path | tuple[Path, ...]:
-    named = [Path(path) for path in os.environ.get("SWAPPER_NVME_PATH", "").split(os.pathsep) if path]
-    if named:
+    if named := paths_of_environment():
         return tuple(named) if len(named) > 1 else named[0]
     path = Path(".swapper")
     path.mkdir(exist_ok=True)
