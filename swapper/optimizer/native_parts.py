@@ -16,7 +16,7 @@ from swapper.optimizer.segments import MASTER, Segment
 from swapper.optimizer.state_codec import EncodedState
 from swapper.optimizer.step_program import NativeSegment
 from swapper.tensors.sharded import local_gradient
-from swapper.tensors.strides import is_dense
+from swapper.tensors.strides import is_dense, spanned_bytes
 
 __all__ = ["IMMUTABLE", "TOKEN_NUMEL", "Parts", "Placement", "native_segment", "parts_of", "share_memory", "token_of"]
 
@@ -117,10 +117,7 @@ def share_memory(segments: Iterable[Segment], operands: Iterable[Operand] = ()) 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The addresses that its elements lie between, which may have gaps."""
     begin = tensor.data_ptr()
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
+    return begin, begin + spanned_bytes(tensor)
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

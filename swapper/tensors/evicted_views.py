@@ -22,6 +22,7 @@ from swapper.tensors.collectives import is_collective, run_collective, watch_lis
 from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.homes import LAYOUT, METADATA, Call, Home, StandIn, home_of, present
 from swapper.tensors.packed_codes import is_packed
+from swapper.tensors.strides import spanned_bytes
 
 __all__ = [
     "KEEPS_A_MODEL",
@@ -326,8 +327,7 @@ def _views(call: Call, view: EvictedView) -> Any:
 
 def _check_bounds(like: torch.Tensor) -> None:
     """Raise the error that torch raises for a tensor with memory, if `like` does not begin and end in its memory."""
-    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    needed_bytes = (like.storage_offset() + last + 1) * like.itemsize if like.numel() else 0
+    needed_bytes = like.storage_offset() * like.itemsize + spanned_bytes(like) if like.numel() else 0
     if needed_bytes > (length_bytes := like.untyped_storage().nbytes()):
         raise RuntimeError(
             f"setStorage: sizes {list(like.shape)}, strides {list(like.stride())}, storage offset "

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swapper.errors import ConfigError
 from swapper.tensors.homes import home_of
+from swapper.tensors.strides import spanned_bytes
 
 __all__ = ["CANNOT_GO_WITH", "check_memory", "names_of", "overlapping", "refuse_foreach_on_one_memory"]
 
@@ -108,8 +109,7 @@ def _span(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
         return None
     if tensor.device.type == "meta" or not tensor.numel():
         return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + spanned_bytes(tensor)
 
 
 def _counted_with(name: str, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> str | None:

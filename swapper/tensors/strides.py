@@ -8,7 +8,7 @@ import torch
 
 __all__ = [
     *("contiguous_stride", "has_ordinary_class", "is_dense", "is_dense_stride", "is_plain"),
-    *("same_layout", "same_order"),
+    *("same_layout", "same_order", "spanned_bytes"),
 ]
 
 
@@ -38,6 +38,14 @@ def is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def spanned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of `tensor` to the end of its last one, with gaps; 0 if it has none."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
