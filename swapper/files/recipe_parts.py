@@ -116,8 +116,8 @@ def _find(recipe: Any) -> _Bytes | None:
         known = [part for part in parts if part is not None]
         if len(known) < len(parts) or len({part.dtype for part in known}) > 1:
             return None
-        dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
-        return _stack(known, dim) if func is _ATEN.stack.default else _cat(known, dim)
+        join = _stack if func is _ATEN.stack.default else _cat
+        return join(known, recipe.joined_dim)
     of = _find(args[0]) if args else None
     if of is None:
         return None
@@ -195,8 +195,7 @@ def packed_parts_of(recipe: Recipe) -> list[PackedPart] | None:
         counts = [row * min(func.rows, func.shape[0] - start) for start in starts]
         return [PackedPart(stored, numel) for stored, numel in zip(args, counts, strict=True)]
     if func in (_ATEN.stack.default, _ATEN.cat.default):
-        dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
-        if dim:
+        if recipe.joined_dim:
             return None
         found = [packed_parts_of(each) for each in args[0]]
         known = [parts for parts in found if parts is not None]
@@ -242,9 +241,8 @@ def _rows_of_arguments(step: Step, start: int, stop: int) -> tuple[Any, ...] | N
         several = [rows_of(each, start, stop) if func.cuts(each) else each for each in args]
         return None if None in several else tuple(several)
     if func in (_ATEN.stack.default, _ATEN.cat.default):
-        dim = args[1] if len(args) > 1 else step.kwargs.get("dim", 0)
         parts: list[Recipe | None]
-        if dim % len(step.shape):
+        if step.joined_dim % len(step.shape):
             parts = [rows_of(part, start, stop) for part in args[0]]
         elif func is _ATEN.stack.default:
             parts = list(args[0][start:stop])

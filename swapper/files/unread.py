@@ -58,6 +58,12 @@ class Step:
     dtype: torch.dtype
     item: int | None = None
 
+    @property
+    def joined_dim(self) -> int:
+        """The dimension, as it was given, along which `stack` or `cat` joins."""
+        dim: int = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim", 0)
+        return dim
+
 
 class InPlaceOperator:
     """An operator of a `Step` that can make its result in memory that it is given."""
@@ -138,10 +144,9 @@ def write_values(recipe: Recipe, into: torch.Tensor, read: Callable[[StoredTenso
     Casting commutes with these; of two casts in a row the first is done in memory of its own.
     """
     if isinstance(recipe, Step):
-        func, args, kwargs = recipe.operator, recipe.args, recipe.kwargs
+        func, args = recipe.operator, recipe.args
         if func in (_ATEN.stack.default, _ATEN.cat.default):
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            parts = _parts(into, dim, args[0], stacked=func is _ATEN.stack.default)
+            parts = _parts(into, recipe.joined_dim, args[0], stacked=func is _ATEN.stack.default)
             if parts is not None:
                 for part, place in zip(args[0], parts, strict=True):
                     write_values(part, place, read)
