@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io.devices import Copies, Event, check_devices, copies_of, failures, note_failure, on_device
+from swapper.io.devices import Copies, Event, check_devices, copies_of, failures, is_reached, note_failure, on_device
 from swapper.io.transfer import Moving
 from swapper.sizes import round_up
 
@@ -176,12 +176,7 @@ class _Chunk:
         if self.native is not None:
             return self.native.done()
         assert self.event is not None
-        try:
-            with on_device(self.job.device):
-                return self.event.query()
-        except Exception as error:  # Whoever is reported to may be the only one: see [Note: a device that failed].
-            note_failure(error)
-            return True
+        return is_reached(self.event, self.job.device)
 
 
 def _await_device(job: Job, wait: Callable[[], object]) -> None:

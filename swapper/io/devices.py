@@ -66,6 +66,7 @@ __all__ = [
     "free_bytes",
     "has_accelerator",
     "is_accelerator",
+    "is_reached",
     "keep_for_current_stream",
     "memory_advice",
     "note_failure",
@@ -425,6 +426,16 @@ def note_failure(error: Exception) -> None:
     _Failures.count += 1
 
 
+def is_reached(event: Event, device: torch.device) -> bool:
+    """Tell if a stream of `device` has reached `event`, or never will: then the failure of the device is noted."""
+    try:
+        with on_device(device):
+            return event.query()
+    except Exception as error:  # Whoever is reported to may be the only one: see [Note: a device that failed].
+        note_failure(error)
+        return True
+
+
 def failures() -> int:
     """Return how many failures were noted so far."""
     return _Failures.count
@@ -460,13 +471,8 @@ class Copy:
         self._device = device
 
     def done(self) -> bool:
-        """Tell if it is over, well or not."""
-        try:
-            with on_device(self._device):
-                return self.event.query()
-        except Exception as error:  # `wait` says how.
-            note_failure(error)
-            return True
+        """Tell if it is over, well or not. `wait` says how."""
+        return is_reached(self.event, self._device)
 
     def wait(self) -> int:
         """Wait until it is over. Returns 0: nothing was read or written.
