@@ -29,7 +29,7 @@ from swapper.optimizer.step_function import class_step
 from swapper.optimizer.twin import equal, package_of
 from swapper.tensors.evicted_gradients import note_kept_gradient, raw_gradient
 from swapper.tensors.homes import home_of
-from swapper.tensors.sharded import Sharding, is_sharded, local_of
+from swapper.tensors.sharded import local_of
 
 __all__ = ["ClassStep"]
 
@@ -328,6 +328,5 @@ def _as_sharded(segment: Segment, state: dict[str, Any]) -> dict[str, Any]:
 
 def _as_kept(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
     """The way back: of DTensors the local tensors. Notes how they are sharded."""
-    if segment.of.collective:
-        segment.of.shardings = {key: Sharding.of(value) for key, value in state.items() if is_sharded(value)}
+    segment.of.note_shardings(state)
     return {key: local_of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}

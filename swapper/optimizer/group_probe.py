@@ -154,8 +154,7 @@ class _Groups:
         after = list(before)
         for mine in range(len(self.twins)):
             for each, (twin, options) in enumerate(zip(self.twins, before, strict=True)):
-                twin.group.clear()
-                twin.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
+                twin.give_options(options)
                 twin.group["params"] = list(twin.parameters) if each == mine else []
             self._first.call([twin.group for twin in self.twins] if shows_all else [self.twins[mine].group])
             after[mine] = dict(self.twins[mine].group)

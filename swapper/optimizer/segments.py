@@ -23,7 +23,7 @@ rounded to; the parameter was edited if any differs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,8 @@ from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
 from swapper.tensors.evicted_gradients import raw_gradient
-from swapper.tensors.sharded import Sharding, local_of
-from swapper.tensors.strides import has_ordinary_class, is_dense, same_layout
+from swapper.tensors.sharded import Sharding, is_sharded, local_of
+from swapper.tensors.strides import has_ordinary_class, is_dense, same_layout, same_order
 
 if TYPE_CHECKING:
     from swapper.optimizer.native_parts import Placement
@@ -199,10 +199,11 @@ class OptimizerParameter:
         if parameter.numel() != self.numel or parameter.dtype != self.dtype:
             raise self.changed(parameter)
         in_memory_order = bool(self.segments) and (not self.segments[0].whole or bool(self.segments[0].master))
-        if in_memory_order and not _same_order(parameter, self.stride):
+        stride = tuple(parameter.stride())
+        if in_memory_order and stride != self.stride and not same_order(parameter.shape, stride, self.stride):
             raise SwapError(
                 f"a parameter had strides {self.stride} when its optimizer was wrapped and now has "
-                f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its "
+                f"{stride}, and its state lies in the order of its memory; convert the model (its "
                 "memory format) first, then make the optimizer and wrap it"
             )
 
@@ -215,20 +216,16 @@ class OptimizerParameter:
             "make the optimizer and wrap it"
         )
 
+    def note_shardings(self, state: Mapping[str, Any]) -> None:
+        """Note how `state`, which is all of it as its class or a user has it, is sharded, if its class needs that."""
+        if self.collective:
+            self.shardings = {key: Sharding.of(value) for key, value in state.items() if is_sharded(value)}
+
     def unhook(self) -> None:
         """Do not look at its gradients any more."""
         hook, self.hook = self.hook, None
         if hook is not None:
             hook.remove()
-
-
-def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
-    mine = tuple(parameter.stride())
-    return mine == stride or (
-        len(mine) == len(stride)
-        and all(a == b for size, a, b in zip(parameter.shape, mine, stride, strict=True) if size > 1)
-    )
 
 
 @dataclass(eq=False, slots=True)

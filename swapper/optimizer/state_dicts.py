@@ -30,7 +30,7 @@ from swapper.storage.buffers import Lease
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import TensorStore
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
-from swapper.tensors.sharded import Sharding, is_sharded, local_of, local_value, sharded_like
+from swapper.tensors.sharded import is_sharded, local_of, local_value, sharded_like
 
 __all__ = [
     "SHOW_PROGRESS_BYTES",
@@ -458,8 +458,7 @@ def _as_kept(entries: Mapping[str, Any], of: OptimizerParameter) -> dict[str, An
         key: local_of(value) if key in others else local_value(value, p, f"state {key!r} {what}")
         for key, value in entries.items()
     }
-    if of.collective:
-        of.shardings = {key: Sharding.of(value) for key, value in entries.items() if is_sharded(value)}
+    of.note_shardings(entries)
     return kept
 
 

@@ -148,6 +148,11 @@ class Twin:
                 f"{train}Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
             ) from error
 
+    def give_options(self, options: Mapping[str, Any]) -> None:
+        """Have the group hold `options`, of tensors copies, and nothing that the class has put in."""
+        self.group.clear()
+        self.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
+
     def step_apart(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step one parameter after the other, each with the options that the group had before, as buckets are."""
         before = dict(self.group)
@@ -155,8 +160,7 @@ class Twin:
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            self.group.clear()  # With what the class has put in; of tensors it has copies.
-            self.group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.items()})
+            self.give_options(before)
             self.step([gradient], only=[i])
             after = dict(self.group)
         self.group.update(after)
