@@ -33,7 +33,6 @@ __all__ = [
     "SavedTensor",
     "SavedWhole",
     "crc32c_of",
-    "dtype_name",
     "glance",
     "look_at",
     "made_by",
@@ -291,11 +290,6 @@ def _version() -> str:
         return importlib.metadata.version("tensor-swapper")
     except (importlib.metadata.PackageNotFoundError, OSError):  # Used from a source tree.
         return "unknown"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As an index has it: "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def with_checksum(index: bytes) -> bytes:

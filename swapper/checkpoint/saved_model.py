@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from swapper.checkpoint.index import INDEX, SavedModel, SavedTensor, crc32c_of, dtype_name
+from swapper.checkpoint.index import INDEX, SavedModel, SavedTensor, crc32c_of
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import model_box, model_stream
 from swapper.checkpoint.values import decode
@@ -29,6 +29,7 @@ from swapper.parameter.swapper import ParameterSwapper
 from swapper.process.warnings import warn_once
 from swapper.storage.agreement import rank_count, rank_of_process
 from swapper.storage.store import RecordKey
+from swapper.tensors.dtypes import dtype_name
 from swapper.tensors.evicted import EvictedParameter, EvictedTensor
 from swapper.tensors.evicted_gradients import GradientEvictedParameter
 from swapper.tensors.evicted_views import EvictedView, as_in_state_dict

@@ -17,7 +17,6 @@ from swapper.checkpoint.index import (
     SavedOptimizer,
     SavedParameter,
     SavedSegment,
-    dtype_name,
 )
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile, checksum_of
 from swapper.errors import SwapError
@@ -29,7 +28,7 @@ from swapper.optimizer.state_dicts import StateRecords
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
-from swapper.tensors.dtypes import PLAIN_DTYPES
+from swapper.tensors.dtypes import PLAIN_DTYPES, dtype_name
 from swapper.tensors.sharded import Box, Sharding, box_of, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, has_ordinary_class, is_dense
 

@@ -20,6 +20,7 @@ import torch
 
 from swapper.checkpoint.stored_tensors import aligned, from_stored, stored_as, with_stride
 from swapper.errors import SwapError, show
+from swapper.tensors.dtypes import dtype_name
 from swapper.tensors.strides import is_dense_stride
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 DEPTH_MAX = 100
 """Depth to which containers may be nested."""
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)}
 PATHS: dict[str, type[PurePath]] = {kind.__name__: kind for kind in (type(Path()), PurePosixPath, PureWindowsPath)}
 NAMESPACES: dict[str, type] = {kind.__name__: kind for kind in (Namespace, SimpleNamespace)}

@@ -60,6 +60,7 @@ from swapper.checkpoint.value_decoder import (
     enum_of,
 )
 from swapper.errors import show
+from swapper.tensors.dtypes import dtype_name
 from swapper.tensors.strides import contiguous_stride
 
 __all__ = ["DEPTH_MAX", "decode", "encode"]
@@ -234,7 +235,7 @@ class _Encoder(Walk):
         )
         data: dict[str, Any] = {
             "name": self._store(identity, tensor, lambda: to_stored(tensor)),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": dtype_name(tensor.dtype),
             "shape": list(tensor.shape),
         }
         stride = torch.empty_like(tensor, dtype=torch.uint8, device="meta").stride()
@@ -342,7 +343,7 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     complex: lambda value: {"$complex": [_float(value.real), _float(value.imag)]},
     bytes: lambda value: {"$bytes": _base64(value)},
     bytearray: lambda value: {"$bytearray": _base64(value)},
-    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.dtype: lambda value: {"$dtype": dtype_name(value)},
     torch.device: lambda value: {"$device": str(value)},
     torch.Size: lambda value: {"$Size": list(value)},
     **dict.fromkeys(PATHS.values(), _path),

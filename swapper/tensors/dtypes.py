@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES", "NAMES", "PAIRS", "PLAIN_DTYPES", "WORDS", "stored_dtype"]
+__all__ = ["DTYPES", "NAMES", "PAIRS", "PLAIN_DTYPES", "WORDS", "dtype_name", "stored_dtype"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -31,6 +31,11 @@ on it: values of other types are bytes there."""
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes: torch's copies of them keep all bits."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type in torch, as checkpoints have it: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
