@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swapper.io import _native
-from swapper.io.host_memory import require_on_host
+from swapper.io.host_memory import require_row
 
 __all__ = ["RoundingKey", "decode_bf16", "encode_bf16"]
 
@@ -70,10 +70,5 @@ def decode_bf16(stored: Tensor, values: Tensor) -> None:
 
 
 def _require(values: Tensor, stored: Tensor) -> None:
-    for name, tensor, dtype in (("values", values, torch.float32), ("stored", stored, torch.bfloat16)):
-        require_on_host(name, tensor)
-        if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != values.numel():
-            raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of one dimension with "
-                f"{values.numel()} elements"
-            )
+    require_row("values", values, torch.float32, values.numel())
+    require_row("stored", stored, torch.bfloat16, values.numel())

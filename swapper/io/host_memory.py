@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swapper.io import _native
 
-__all__ = ["address_of", "bytes_of", "require_on_host"]
+__all__ = ["address_of", "bytes_of", "require_on_host", "require_row"]
 
 
 def require_on_host(name: str, tensor: Tensor) -> None:
@@ -18,6 +18,16 @@ def require_on_host(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}; it must be on the CPU")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous")
+
+
+def require_row(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise ValueError unless `tensor` is on the CPU, contiguous, of `dtype` and of shape `(numel,)`."""
+    require_on_host(name, tensor)
+    if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != numel:
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of one dimension with "
+            f"{numel} elements"
+        )
 
 
 def address_of(name: str, memory: Tensor | memoryview, *, writable: bool) -> tuple[int, int]:

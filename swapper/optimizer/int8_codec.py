@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swapper.io import _native
 from swapper.io.bf16_codec import RoundingKey
-from swapper.io.host_memory import require_on_host
+from swapper.io.host_memory import require_row
 
 __all__ = ["BLOCK_NUMEL", "blocks_of", "decode_int8", "encode_int8"]
 
@@ -60,14 +60,6 @@ def decode_int8(codes: Tensor, scales: Tensor, values: Tensor) -> None:
 
 def _require(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     numel = values.numel()
-    for name, tensor, dtype, length in (
-        ("values", values, torch.float32, numel),
-        ("codes", codes, torch.uint8, numel),
-        ("scales", scales, torch.float32, blocks_of(numel)),
-    ):
-        require_on_host(name, tensor)
-        if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != length:
-            raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of one dimension with "
-                f"{length} elements"
-            )
+    require_row("values", values, torch.float32, numel)
+    require_row("codes", codes, torch.uint8, numel)
+    require_row("scales", scales, torch.float32, blocks_of(numel))
