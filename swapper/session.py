@@ -36,6 +36,7 @@ from swapper.storage.spans import SourceFile
 from swapper.storage.speed import DriveSpeed, measure_speeds
 from swapper.storage.store import TensorStore
 from swapper.storage.writes import wait_for_ends
+from swapper.tensors.collectives import is_distributed
 from swapper.tensors.sharded import is_sharded
 
 __all__ = [
@@ -477,7 +478,7 @@ def _drives(paths: Sequence[Path]) -> list[object]:
 
 
 def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
 

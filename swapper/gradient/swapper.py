@@ -60,8 +60,9 @@ from swapper.storage.backward_agreement import raised_by_all
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.collectives import is_distributed
 from swapper.tensors.dynamo import not_compiled
-from swapper.tensors.end_of_backward import call_at_the_end, is_distributed, is_nested
+from swapper.tensors.end_of_backward import call_at_the_end, is_nested
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,

@@ -33,6 +33,7 @@ from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.spans import RecordStore
 from swapper.storage.store import RecordKey
+from swapper.tensors.collectives import is_distributed
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.other_tensors import is_shared
 
@@ -484,7 +485,7 @@ def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:
 
 
 def _about_ddp() -> str:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not is_distributed():
         return ""
     return (
         " (DistributedDataParallel keeps views of all while it synchronizes them: make it before swapper.offload, or "

@@ -13,6 +13,7 @@ import torch
 
 from swapper.errors import ConfigError
 from swapper.sizes import format_bytes
+from swapper.tensors.collectives import is_distributed
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_evicted, is_ordinary
 from swapper.tensors.hollow import shows_reads
@@ -135,7 +136,7 @@ def why_not(tensor: torch.Tensor, device: torch.device | None = None) -> str:
         return "it is computed from others"
     if not is_parameter and tensor.requires_grad:
         return "it is no parameter, and requires a gradient"
-    if not tensor.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if not tensor.is_contiguous() and is_distributed():
         return (
             "it is not contiguous, and DistributedDataParallel would take its gradient for contiguous while it is away"
         )

@@ -23,6 +23,7 @@ import torch
 from swapper.errors import ConfigError, SwapError, SwapIOError, renewed
 from swapper.io.devices import on_device
 from swapper.io.host_memory import bytes_of
+from swapper.tensors.collectives import is_distributed
 
 __all__ = [
     "agreed",
@@ -110,7 +111,7 @@ def process_group(group: torch.distributed.ProcessGroup | None) -> Iterator[None
 
 def _members() -> tuple[Any, Sequence[int]]:
     """The group that calls are made in, None for all processes, and its ranks in the default group."""
-    count = torch.distributed.get_world_size() if _is_distributed() else 1
+    count = torch.distributed.get_world_size() if is_distributed() else 1
     return _ranks or (None, range(count))
 
 
@@ -190,18 +191,14 @@ def _gloo_in(group: Any) -> Any:
 
 def tells_on_host() -> bool:
     """True if the ranks tell each other by gloo, and so without waiting for an accelerator. Asks nobody."""
-    if not _is_distributed():
+    if not is_distributed():
         return False
     group, _ = _members()
     return _gloo_in(torch.distributed.group.WORLD if group is None else group) is not None
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
+    return torch.distributed.get_rank() if is_distributed() else 0
 
 
 def rank_count() -> int:

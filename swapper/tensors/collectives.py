@@ -23,13 +23,18 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
 
-__all__ = ["is_collective", "run_collective", "watch_lists"]
+__all__ = ["is_collective", "is_distributed", "run_collective", "watch_lists"]
 
 _PACKAGE = "torch.distributed."
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 """Of the operators that are collectives: the last part of the name of their module."""
 _TAKE_LISTS = ("allgather", "allgather_coalesced", "gather", "reduce_scatter", "scatter")
 """The methods of `ProcessGroup` that are given lists of lists of tensors."""
+
+
+def is_distributed() -> bool:
+    """True if `torch.distributed` is initialized, so that there are collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_collective(func: Callable[..., Any]) -> bool:

@@ -6,20 +6,14 @@ import functools
 import sys
 from collections.abc import Callable
 
-import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["call_at_the_end", "is_distributed", "is_nested"]
+__all__ = ["call_at_the_end", "is_nested"]
 
 _ROUNDS = 3
 """A callback that is queued anew so often comes after those of `DistributedDataParallel`, which for a static graph
 queues the last of its own in a callback."""
-
-
-def is_distributed() -> bool:
-    """Return True if `torch.distributed` is initialized, so that gradients may be local until a backward is over."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_nested() -> bool:
