@@ -22,7 +22,7 @@ from swapper.files.own_loading import refuse_own_loading
 from swapper.files.packed_tensors import PackedTensor, recipe_of
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.files.unread import Step, evaluate, sources_of
-from swapper.files.weights import find_weights
+from swapper.files.weights import find_weights, misfit
 from swapper.tensors.inner import Inner, has_own_class, inner_tensors, is_wrapper
 
 __all__ = ["ModelWeights", "match_weights"]
@@ -164,12 +164,8 @@ def _match(
     missing += [name for name, p in parameters.items() if p not in stored and name not in missing]
     unexpected = [tensor for name, tensor in found.items() if name not in state and name not in used]
     if missing or unexpected:
-        lacks = f"it lacks {', '.join(missing)}" if missing else ""
-        has = ", ".join(f"{tensor.name} (in {tensor.path.name})" for tensor in unexpected)
-        has = f"the model does not have {has}" if unexpected else ""
-        raise SwapError(
-            f"{path} does not fit the model: {' and '.join(filter(None, (lacks, has)))}; name weights of this model"
-        )
+        located = [f"{tensor.name} (in {tensor.path.name})" for tensor in unexpected]
+        raise SwapError(f"{misfit(path, missing, located)}; name weights of this model")
     return stored
 
 

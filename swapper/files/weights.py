@@ -21,7 +21,7 @@ from swapper.progress import progress_bar
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.unfilled import is_unfilled
 
-__all__ = ["PACKED_INDEX", "find_by_index", "find_weights", "load_weights", "newest_snapshot"]
+__all__ = ["PACKED_INDEX", "find_by_index", "find_weights", "load_weights", "misfit", "newest_snapshot"]
 
 log = logging.getLogger(__name__)
 
@@ -175,13 +175,17 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             )
         log.warning("%s; using them before they are filled raises", text)
     if strict and (missing or unexpected):
-        lacks = f"it lacks {', '.join(missing)}" if missing else ""
-        has = f"the model does not have {', '.join(unexpected)}" if unexpected else ""
         raise SwapError(
-            f"{path} does not fit the model: {' and '.join(filter(None, (lacks, has)))}; load weights of this model, "
-            "or pass strict=False to load what fits"
+            f"{misfit(path, missing, unexpected)}; load weights of this model, or pass strict=False to load what fits"
         )
     return _IncompatibleKeys(missing, unexpected)
+
+
+def misfit(path: object, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """The text of an error for weights at `path` that lack tensors of the model, or have unexpected ones."""
+    lacks = f"it lacks {', '.join(missing)}" if missing else ""
+    has = f"the model does not have {', '.join(unexpected)}" if unexpected else ""
+    return f"{path} does not fit the model: {' and '.join(filter(None, (lacks, has)))}"
 
 
 def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor | PackedTensor]) -> None:
