@@ -173,7 +173,7 @@ class _Groups:
         return all(
             same_bits(a.parameters[0].detach(), b.parameters[0].detach())
             and equal(self._first.optimizer.state[a.parameters[0]], other._first.optimizer.state[b.parameters[0]])
-            and equal(*({k: v for k, v in twin.group.items() if k != "params"} for twin in (a, b)))
+            and equal(a.options, b.options)
             for a, b in pairs
         )
 

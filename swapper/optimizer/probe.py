@@ -522,12 +522,8 @@ def _tried_together_and_apart(
     return together, apart, state_before
 
 
-def _groups_of(*twins: Twin) -> list[dict[str, Any]]:
-    return [{key: value for key, value in twin.group.items() if key != "params"} for twin in twins]
-
-
 def _agree(together: Twin, apart: Twin) -> bool:
-    same = equal(*_groups_of(together, apart))
+    same = equal(together.options, apart.options)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())
     return same
@@ -574,7 +570,7 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
         )
     state_before.refuse_aliases(together)
     tell_of_result(optimizer, together.returned)
-    if is_known and has_step_of_torch(optimizer) and equal(*_groups_of(together, apart)):
+    if is_known and has_step_of_torch(optimizer) and equal(together.options, apart.options):
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
     if stray:

@@ -148,6 +148,11 @@ class Twin:
                 f"{train}Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
             ) from error
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the group, without its parameters."""
+        return {key: value for key, value in self.group.items() if key != "params"}
+
     def give_options(self, options: Mapping[str, Any]) -> None:
         """Have the group hold `options`, of tensors copies, and nothing that the class has put in."""
         self.group.clear()
