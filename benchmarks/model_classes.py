@@ -51,7 +51,6 @@ EQUAL, NOT_PLAIN = "equal", "not plain"
 
 STEPS = 2
 EVERYTHING = {section: {"device": "nvme"} for section in ("offload_optimizer", "offload_gradient", "offload_param")}
-SMALL_POOL = {"pool_bytes": "8MiB", "bucket_bytes": "64KiB"}
 WAYS: dict[str, dict[str, Any]] = {
     "greedily": {"do_sample": False},
     "by chance": {"do_sample": True, "top_k": 10},
@@ -187,7 +186,8 @@ class Trained:
         model = self.model_class(copy.deepcopy(self.config)).float().train()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if swapped:
-            offload(model, optimizer, self.directory)
+            more = {"nvme_path": str(self.directory), **EVERYTHING}
+            with_least_pool(lambda config: swapper.offload(model, optimizer, config | more))
         found: Found = []
         for step in range(STEPS):
             seed(step)
@@ -205,16 +205,16 @@ class Trained:
         return found
 
 
-def offload(model: Any, optimizer: Any, directory: Path) -> None:
-    """Have everything on the drive, with a pool about as small as there can be."""
-    for pool_bytes in (1 << exponent for exponent in range(21, 31)):
-        config = {"nvme_path": str(directory), "pool_bytes": pool_bytes, "bucket_bytes": "64KiB", **EVERYTHING}
+def with_least_pool(call: Callable[[dict[str, Any]], Any]) -> Any:
+    """Call with a config that has about as small a pool as there can be."""
+    pool_bytes = 2 << 20
+    while True:
         try:
-            swapper.offload(model, optimizer, config)
-            return
+            return call({"pool_bytes": pool_bytes, "bucket_bytes": "64KiB"})
         except swapper.ConfigError:
-            if pool_bytes == 1 << 30:
+            if pool_bytes >= 1 << 30:
                 raise
+            pool_bytes *= 2
 
 
 class Computed:
@@ -234,7 +234,8 @@ class Computed:
 
     def __call__(self, swapped: bool) -> Found:
         if swapped:
-            model: Any = swapper.from_pretrained(self.path, SMALL_POOL, model_class=self.model_class)
+            make = functools.partial(swapper.from_pretrained, self.path, model_class=self.model_class)
+            model: Any = with_least_pool(lambda config: make(config=config))
         else:
             model = importlib.import_module("pretrained").aligned(self.model_class.from_pretrained(self.path))
         model.eval()
