@@ -261,7 +261,7 @@ def _show_all(directory: Path, as_json: bool) -> None:
             size, numel = format_bytes(each["length_bytes"]), f"{each['numel']:,}"
             rows.append([step, each["saved_at"], size, numel, run, each["path"]])
         print_table(make_console(), ["STEP", "SAVED", "SIZE", "ELEMENTS", "RUN", "PATH"], rows)
-    elif not errors:
+    if not found and not errors:
         raise SwapError(f"{directory} is no checkpoint, and has none in it")
     fail_if([f"checkpoint show: {error['error']}" for error in errors])
 

@@ -475,6 +475,11 @@ def test_show_lists_checkpoints_newest_last(tmp_path: Path) -> None:
     assert "values.safetensors" in result.stderr and len(result.stdout.splitlines()) == 3
 
 
+def test_show_of_a_directory_without_checkpoints_fails_in_json_too(tmp_path: Path) -> None:
+    assert "is no checkpoint" in command("checkpoint", "show", tmp_path, code=1).stderr
+    assert as_json("checkpoint", "show", tmp_path, code=1)["checkpoints"] == []
+
+
 def test_verify_names_every_file_that_is_not_whole(tmp_path: Path) -> None:
     _, directory = saved(tmp_path, "everything")
     assert as_json("checkpoint", "verify", directory)["damaged"] == []
