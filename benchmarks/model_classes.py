@@ -2,8 +2,9 @@
 
 Each is trained two steps with AdamW in fp32, with parameters, gradients and state on the drive; and in bf16, with its
 parameters in the files that `save_pretrained` wrote, it computes, or generates: greedily, by chance, with beams and
-without a cache. Outputs, losses and parameters are compared with those of the model in memory. What plain cannot do
-here, or has other bits of in a second run, does not count. Ends with an error if something differs, raises or hangs.
+without a cache. Outputs, losses and parameters are compared with those of the model in memory, and where one of these
+uses fails there, its error. What plain cannot do here, or has other bits of in a second run, does not count. Ends with
+an error if something differs, raises or hangs.
 
 The tests are not in the package: they come from a checkout of transformers at the installed version. Where they need
 what is not installed, their models are left out. There are about 400 files of them; each takes some seconds.
